@@ -1,0 +1,204 @@
+"""Between noise and epsilon, by Opacus' accountants; and the sentence that states what a run's epsilon means."""
+
+import warnings
+from dataclasses import dataclass
+
+from opacus.accountants import PRVAccountant, RDPAccountant
+from opacus.accountants.accountant import IAccountant
+from opacus.accountants.utils import get_noise_multiplier
+
+# Opacus stops at order 63, where no epsilon below about 0.1 can be reported at delta = 1e-5.
+RDP_ORDERS = [
+    1.01,
+    1.02,
+    1.05,
+    *RDPAccountant.DEFAULT_ALPHAS,
+    72,
+    80,
+    96,
+    112,
+    128,
+    160,
+    192,
+    256,
+    384,
+    512,
+    768,
+    1024,
+    2048,
+]
+
+ACCOUNTANTS: dict[str, type[IAccountant]] = {"rdp": RDPAccountant, "prv": PRVAccountant}
+
+
+def new_accountant(name: str) -> IAccountant:
+    """An empty Opacus accountant, 'rdp' or 'prv'.
+
+    The Gaussian-DP accountant is left out: its central-limit approximation reports too small an epsilon.
+
+    Raises
+    ------
+    ValueError : any other name.
+    """
+    if name not in ACCOUNTANTS:
+        raise ValueError(f"accountant must be one of {', '.join(ACCOUNTANTS)}, got {name!r}")
+    return ACCOUNTANTS[name]()
+
+
+def check(sample_rate: float, steps: int, delta: float) -> None:
+    """Raise ValueError unless 0 < q <= 1, T >= 0 and 0 < delta < 1."""
+    if not 0 < sample_rate <= 1:
+        raise ValueError(f"sample_rate must be in (0, 1], got {sample_rate}; it is batch_size / n")
+    if not (steps >= 0 and steps == int(steps)):
+        raise ValueError(f"steps must be a whole number >= 0, got {steps}")
+    if not 0 < delta < 1:
+        raise ValueError(f"delta must be in (0, 1), got {delta}; a value well below 1 / n is usual")
+
+
+def spent(accountant: IAccountant, delta: float) -> float:
+    """The epsilon of an accountant's history so far; infinite where a step had no noise.
+
+    Parameters
+    ----------
+    accountant : an Opacus accountant with its history of (sigma_p, q, T).
+    delta : delta_p.
+    """
+    if not accountant.history:
+        return 0.0
+    if any(sigma == 0 for sigma, _, _ in accountant.history):  # PRV fails here
+        return float("inf")
+    if isinstance(accountant, RDPAccountant):
+        with warnings.catch_warnings():  # at the last order the bound is loose, and still a bound
+            warnings.filterwarnings("ignore", message="Optimal order", category=UserWarning)
+            return float(accountant.get_epsilon(delta=delta, alphas=RDP_ORDERS))
+    return float(accountant.get_epsilon(delta=delta))
+
+
+def epsilon(noise_multiplier: float, sample_rate: float, steps: int, delta: float, accountant: str = "rdp") -> float:
+    """Epsilon of T steps of the Poisson-subsampled Gaussian mechanism, for neighbours that differ in one added example.
+
+    Parameters
+    ----------
+    noise_multiplier : sigma_p >= 0; zero gives infinity.
+    sample_rate : q = b / N.
+    steps : T.
+    delta : delta_p.
+    accountant : 'rdp' (Mironov et al., 2019), the paper's, or 'prv' (Gopi et al., 2021), tighter.
+
+    Raises
+    ------
+    ValueError : a value is out of range.
+    """
+    check(sample_rate, steps, delta)
+    if not 0 <= noise_multiplier < float("inf"):
+        raise ValueError(f"noise_multiplier must be finite and >= 0, got {noise_multiplier}")
+    history = new_accountant(accountant)
+    if steps > 0:
+        history.history = [(noise_multiplier, sample_rate, int(steps))]
+    return spent(history, delta)
+
+
+def noise_for(epsilon: float, sample_rate: float, steps: int, delta: float, accountant: str = "rdp") -> float:
+    """The noise multiplier whose T steps cost at most epsilon, and at least epsilon - 0.01 (or 1% of it, if smaller).
+
+    Parameters
+    ----------
+    epsilon : the budget, > 0.
+    sample_rate, steps, delta, accountant : as in `epsilon`; T >= 1.
+
+    Raises
+    ------
+    ValueError : a value is out of range, or no noise below 10^6 reaches the budget.
+    """
+    check(sample_rate, steps, delta)
+    if not 0 < epsilon < float("inf"):
+        raise ValueError(f"epsilon must be finite and > 0, got {epsilon}; for no privacy choose a method without 'dp-'")
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1 to spend a budget, got {steps}")
+    new_accountant(accountant)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Optimal order", category=UserWarning)
+        sigma = get_noise_multiplier(  # by steps: with `epochs` Opacus would round their number down
+            target_epsilon=epsilon,
+            target_delta=delta,
+            sample_rate=sample_rate,
+            steps=int(steps),
+            accountant=accountant,
+            epsilon_tolerance=min(0.01, 0.01 * epsilon),
+            **({"alphas": RDP_ORDERS} if accountant == "rdp" else {}),
+        )
+    return float(sigma)
+
+
+@dataclass(frozen=True)
+class PrivacyStatement:
+    """What a reviewer needs to judge an epsilon (Ponomareva et al., 2023). `str()` prints it; the ledger stores its fields.
+
+    Parameters
+    ----------
+    epsilon, delta : the guarantee.
+    noise_multiplier, sample_rate, steps : sigma_p, q and T, from which anyone can recompute epsilon.
+    max_grad_norm, batch_size, n : C, b and N.
+    accountant : 'rdp' or 'prv'.
+    simulation : True when a seed was given.
+    """
+
+    epsilon: float
+    delta: float
+    noise_multiplier: float
+    sample_rate: float
+    steps: int
+    max_grad_norm: float
+    batch_size: float
+    n: int
+    accountant: str
+    simulation: bool
+
+    unit = "one training example"
+    neighbours = "add or remove one example"
+    sampler = "Poisson"
+    released = "every private gradient, and so the weights, the predictions and the test metrics; not the training loss"
+
+    def __str__(self) -> str:
+        entropy = (
+            "seeded: a simulation, reproducible, and not private against anyone who knows the seed"
+            if self.simulation
+            else "from the operating system's entropy, by torch's generator, which is not cryptographic"
+        )
+        return "\n".join(
+            [
+                f"({self.epsilon:.3g}, {self.delta:g})-differential privacy",
+                f"  unit         {self.unit}; neighbours: {self.neighbours}",
+                f"  mechanism    Gaussian, sigma {self.noise_multiplier:.4g}, clipping norm {self.max_grad_norm:g}, "
+                f"{self.steps} steps",
+                f"  sampler      {self.sampler}, q = {self.batch_size:g} / {self.n}",
+                f"  accountant   {self.accountant.upper()}",
+                f"  released     {self.released}",
+                f"  randomness   {entropy}",
+                "  not counted  hyperparameters tuned on these data; each tried setting costs its own epsilon",
+            ]
+        )
+
+
+def statement(
+    noise_multiplier: float,
+    steps: int,
+    delta: float,
+    *,
+    max_grad_norm: float,
+    batch_size: float,
+    n: int,
+    accountant: str = "rdp",
+    simulation: bool,
+) -> PrivacyStatement:
+    """The privacy statement of T steps; epsilon is computed here, from the same numbers that are stated.
+
+    Raises
+    ------
+    ValueError : a value is out of range.
+    """
+    q = batch_size / n
+    spent_epsilon = epsilon(noise_multiplier, q, steps, delta, accountant)
+    return PrivacyStatement(
+        spent_epsilon, delta, noise_multiplier, q, steps, max_grad_norm, batch_size, n, accountant, simulation
+    )

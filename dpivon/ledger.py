@@ -1,0 +1,148 @@
+"""The ledger: one JSON line for each recorded run, appended whole or not at all."""
+
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SCHEMA = 1
+FIELDS = {
+    "schema": int,
+    "recipe": int,
+    "key": str,
+    "status": str,
+    "config": dict,
+    "privacy": (dict, type(None)),
+    "results": dict,
+    "code": dict,
+    "versions": dict,
+    "hardware": dict,
+    "seconds": (int, float),
+    "time": str,
+}
+
+
+class LedgerError(ValueError):
+    """A record that is not of the schema, or a line that cannot be read; the message names the file and the line."""
+
+
+def key(config: Mapping[str, Any], recipe: int) -> str:
+    """The name of a run: a hash of its configuration and of the recipe version, 16 hexadecimal digits."""
+    text = json.dumps({"config": dict(config), "recipe": recipe}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def validate(record: Any) -> None:
+    """Raise LedgerError unless `record` has every field of the schema, of its type, and its own key."""
+    if not isinstance(record, dict):
+        raise LedgerError(f"a record must be an object, got {type(record).__name__}")
+    missing = FIELDS.keys() - record.keys()
+    if missing:
+        raise LedgerError(f"the record lacks {', '.join(sorted(missing))}")
+    for field, kind in FIELDS.items():
+        if not isinstance(record[field], kind):
+            raise LedgerError(f"field {field!r} has the wrong type: {record[field]!r}")
+    if record["schema"] != SCHEMA:
+        raise LedgerError(f"schema {record['schema']} is not {SCHEMA}; a newer dpivon may read it")
+    if record["key"] != key(record["config"], record["recipe"]):
+        raise LedgerError(f"key {record['key']} does not belong to the record's configuration and recipe")
+
+
+def append(path: str | Path, record: Mapping[str, Any]) -> None:
+    """Append one record as one line, under a lock, flushed to disk; on any failure the file is as it was.
+
+    If an earlier writer was cut off in mid-line, its fragment is closed first, so that it cannot swallow this record.
+
+    Raises
+    ------
+    LedgerError : the record does not fit the schema.
+    OSError : the file cannot be written (no space, no permission).
+    """
+    validate(record)
+    line = (json.dumps(dict(record), sort_keys=True, allow_nan=True) + "\n").encode()
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        end = file.seek(0, os.SEEK_END)
+        if end:
+            with open(path, "rb") as reader:
+                reader.seek(-1, os.SEEK_END)
+                line = line if reader.read(1) == b"\n" else b"\n" + line
+        try:
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+        except OSError:
+            os.ftruncate(file.fileno(), end)
+            raise
+
+
+def read(path: str | Path, strict: bool = True) -> list[dict[str, Any]]:
+    """All records of a ledger file, oldest first. A file that does not exist holds none.
+
+    Parameters
+    ----------
+    path : the JSON-lines file.
+    strict : raise at a damaged line; False skips it.
+
+    Raises
+    ------
+    LedgerError : a line is cut off or not of the schema.
+    """
+    if not Path(path).exists():
+        return []
+    records = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            validate(record)
+        except ValueError as error:
+            if strict:
+                raise LedgerError(f"{path}, line {number}: {error}; read it with strict=False to skip it") from error
+            continue
+        records.append(record)
+    return records
+
+
+def code_state() -> dict[str, Any]:
+    """The commit of the code that runs, and whether the tree had uncommitted changes; nulls outside a checkout."""
+
+    def git(*arguments: str) -> str | None:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        try:
+            return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        except (OSError, subprocess.SubprocessError):
+            return None
+
+    if git("ls-files", "--error-unmatch", __file__) is None:  # installed inside somebody else's checkout
+        return {"commit": None, "dirty": None}
+    changes = git("status", "--porcelain", "--untracked-files=no", "--", ":/dpivon", ":/pyproject.toml")
+    return {"commit": git("rev-parse", "HEAD"), "dirty": None if changes is None else bool(changes)}
+
+
+def environment() -> dict[str, Any]:
+    """Versions, hardware and time, in the ledger's fields."""
+    cpu = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    packages = ("dpivon", "torch", "opacus", "numpy", "torchmetrics")
+    return {
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
+        "hardware": {"cpu": cpu, "gpu": gpu, "threads": torch.get_num_threads(), "system": platform.system()},
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }

@@ -1,0 +1,51 @@
+"""Prediction: log probabilities, averaged over draws of the weights."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@torch.no_grad()
+def log_probs(model: nn.Module, x: Tensor, optimizer: Any = None, samples: int = 0, chunk: int = 1000) -> Tensor:
+    """Log of the predicted probabilities, averaged over `samples` draws of the weights, or at the mean.
+
+    .. math:: p(y \\mid x) = \\frac{1}{K} \\sum_k p(y \\mid x, \\theta_k), \\qquad \\theta_k \\sim q(\\theta)
+
+    Parameters
+    ----------
+    model : gives logits (n, classes).
+    x : (n, ...), cut into chunks to save memory.
+    optimizer : whose `sampled_params()` draws the weights; needed when samples > 0.
+    samples : K; 0 predicts at the current weights, the posterior mean.
+    chunk : examples a forward pass.
+
+    Returns
+    -------
+    (n, classes) log probabilities.
+
+    Raises
+    ------
+    ValueError : samples < 0, or samples > 0 without an optimizer that can draw.
+    """
+    if samples < 0 or (samples > 0 and not hasattr(optimizer, "sampled_params")):
+        raise ValueError(f"samples must be >= 0, and needs an optimizer with sampled_params(); got {samples}")
+
+    def once() -> Tensor:
+        return torch.cat([model(part).log_softmax(1) for part in x.split(chunk)])
+
+    training = model.training
+    model.eval()
+    try:
+        if samples == 0:
+            return once()
+        total: Tensor | None = None
+        for _ in range(samples):  # a running logsumexp: memory does not grow with K
+            with optimizer.sampled_params():
+                draw = once()
+            total = draw if total is None else torch.logaddexp(total, draw)
+        assert total is not None
+        return total - math.log(samples)
+    finally:
+        model.train(training)
