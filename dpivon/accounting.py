@@ -1,7 +1,8 @@
 """Between noise and epsilon, by Opacus' accountants; and the sentence that states what a run's epsilon means."""
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from opacus.accountants import PRVAccountant, RDPAccountant
 from opacus.accountants.accountant import IAccountant
@@ -38,7 +39,8 @@ def new_accountant(name: str) -> IAccountant:
 
     Raises
     ------
-    ValueError : any other name.
+    ValueError
+        any other name.
     """
     if name not in ACCOUNTANTS:
         raise ValueError(f"accountant must be one of {', '.join(ACCOUNTANTS)}, got {name!r}")
@@ -60,8 +62,10 @@ def spent(accountant: IAccountant, delta: float) -> float:
 
     Parameters
     ----------
-    accountant : an Opacus accountant with its history of (sigma_p, q, T).
-    delta : delta_p.
+    accountant
+        an Opacus accountant with its history of (sigma_p, q, T).
+    delta
+        delta_p.
     """
     if not accountant.history:
         return 0.0
@@ -79,15 +83,21 @@ def epsilon(noise_multiplier: float, sample_rate: float, steps: int, delta: floa
 
     Parameters
     ----------
-    noise_multiplier : sigma_p >= 0; zero gives infinity.
-    sample_rate : q = b / N.
-    steps : T.
-    delta : delta_p.
-    accountant : 'rdp' (Mironov et al., 2019), the paper's, or 'prv' (Gopi et al., 2021), tighter.
+    noise_multiplier
+        sigma_p >= 0; zero gives infinity.
+    sample_rate
+        q = b / N.
+    steps
+        T.
+    delta
+        delta_p.
+    accountant
+        'rdp' (Mironov et al., 2019), the paper's, or 'prv' (Gopi et al., 2021), tighter.
 
     Raises
     ------
-    ValueError : a value is out of range.
+    ValueError
+        a value is out of range.
     """
     check(sample_rate, steps, delta)
     if not 0 <= noise_multiplier < float("inf"):
@@ -103,12 +113,15 @@ def noise_for(epsilon: float, sample_rate: float, steps: int, delta: float, acco
 
     Parameters
     ----------
-    epsilon : the budget, > 0.
-    sample_rate, steps, delta, accountant : as in `epsilon`; T >= 1.
+    epsilon
+        the budget, > 0.
+    sample_rate, steps, delta, accountant
+        as in `epsilon`; T >= 1.
 
     Raises
     ------
-    ValueError : a value is out of range, or no noise below 10^6 reaches the budget.
+    ValueError
+        a value is out of range, or no noise below 10^6 reaches the budget.
     """
     check(sample_rate, steps, delta)
     if not 0 < epsilon < float("inf"):
@@ -132,15 +145,20 @@ def noise_for(epsilon: float, sample_rate: float, steps: int, delta: float, acco
 
 @dataclass(frozen=True)
 class PrivacyStatement:
-    """What a reviewer needs to judge an epsilon (Ponomareva et al., 2023). `str()` prints it; the ledger stores its fields.
+    """What a reviewer needs to judge an epsilon (Ponomareva et al., 2023); `str()` prints it.
 
     Parameters
     ----------
-    epsilon, delta : the guarantee.
-    noise_multiplier, sample_rate, steps : sigma_p, q and T, from which anyone can recompute epsilon.
-    max_grad_norm, batch_size, n : C, b and N.
-    accountant : 'rdp' or 'prv'.
-    simulation : True when a seed was given.
+    epsilon, delta
+        the guarantee.
+    noise_multiplier, sample_rate, steps
+        sigma_p, q and T, from which anyone can recompute epsilon.
+    max_grad_norm, batch_size, n
+        C, b and N.
+    accountant
+        'rdp' or 'prv'.
+    simulation
+        True when a seed was given.
     """
 
     epsilon: float
@@ -158,6 +176,11 @@ class PrivacyStatement:
     neighbours = "add or remove one example"
     sampler = "Poisson"
     released = "every private gradient, and so the weights, the predictions and the test metrics; not the training loss"
+
+    def record(self) -> dict[str, Any]:
+        """All of it as plain values, for the ledger."""
+        fixed = {"unit": self.unit, "neighbours": self.neighbours, "sampler": self.sampler, "released": self.released}
+        return {**asdict(self), **fixed}
 
     def __str__(self) -> str:
         entropy = (
@@ -195,7 +218,8 @@ def statement(
 
     Raises
     ------
-    ValueError : a value is out of range.
+    ValueError
+        a value is out of range.
     """
     q = batch_size / n
     spent_epsilon = epsilon(noise_multiplier, q, steps, delta, accountant)

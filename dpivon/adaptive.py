@@ -1,6 +1,8 @@
 """DP adaptive gradient descent: an optimizer as two functions of the past private gradients.
 
-.. math:: \\theta \\leftarrow \\theta - \\alpha \\, \\frac{\\phi(\\tilde g_1 \\dots \\tilde g_t)}{\\psi(\\tilde g_1 \\dots \\tilde g_t)}
+.. math::
+    \\theta \\leftarrow \\theta - \\alpha \\,
+    \\frac{\\phi(\\tilde g_1 \\dots \\tilde g_t)}{\\psi(\\tilde g_1 \\dots \\tilde g_t)}
 
 Whether the gradients were privatized is not this file's business: it reads `p.grad`, and what it makes of private
 gradients is post-processing.
@@ -45,15 +47,21 @@ class Adaptive(torch.optim.Optimizer):
 
     Parameters
     ----------
-    params : parameters or groups, as for any torch optimizer.
-    lr : alpha > 0.
-    phi, psi : ``f(state, g, group) -> Tensor``; `state` is a dict kept for each parameter, with its step count.
-    beta1 : decay of the momentum, in [0, 1).
-    weight_decay : at least 0.
+    params
+        parameters or groups, as for any torch optimizer.
+    lr
+        alpha > 0.
+    phi, psi
+        ``f(state, g, group) -> Tensor``; `state` is a dict kept for each parameter, with its step count.
+    beta1
+        decay of the momentum, in [0, 1).
+    weight_decay
+        at least 0.
 
     Raises
     ------
-    ValueError : a hyperparameter is out of range.
+    ValueError
+        a hyperparameter is out of range.
     """
 
     def __init__(

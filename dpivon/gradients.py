@@ -36,7 +36,8 @@ def check_examples_independent(model: nn.Module) -> None:
 
     Raises
     ------
-    ValueError : the model holds such a layer.
+    ValueError
+        the model holds such a layer.
     """
     for name, layer in model.named_modules():
         batch_norm = isinstance(layer, nn.modules.batchnorm._BatchNorm)
@@ -44,7 +45,7 @@ def check_examples_independent(model: nn.Module) -> None:
         if batch_norm or running:
             raise ValueError(
                 f"{type(layer).__name__} at {name!r} uses statistics of the batch, so one example changes the others' "
-                "gradients and clipping bounds nothing; use GroupNorm or LayerNorm, or opacus.validators.ModuleValidator.fix"
+                "gradients and clipping bounds nothing; use GroupNorm or LayerNorm (ModuleValidator.fix does it)"
             )
 
 
@@ -63,15 +64,19 @@ def per_example_gradients(model: nn.Module, loss: Loss, x: Any, y: Tensor) -> tu
 
     Parameters
     ----------
-    model : any module; its trainable parameters are differentiated, nothing of it is changed.
-    loss : ``loss(model(x), y)``, a scalar for a batch of one.
-    x : a tensor, or a dict, list or tuple of tensors, each with n examples in its first dimension.
-    y : tensor with n targets.
+    model
+        any module; its trainable parameters are differentiated, nothing of it is changed.
+    loss
+        ``loss(model(x), y)``, a scalar for a batch of one.
+    x
+        a tensor, or a dict, list or tuple of tensors, each with n examples in its first dimension.
+    y
+        tensor with n targets.
 
     Returns
     -------
-    gradients : one tensor of shape (n, \\*p.shape) for each trainable parameter p.
-    losses : (n,).
+    gradients, losses
+        One tensor of shape (n, \\*p.shape) for each trainable parameter p, and the (n,) losses.
     """
     parameters = {name: p.detach() for name, p in trainable(model).items()}
     rest = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
@@ -92,8 +97,10 @@ def clip_factors(norms: Tensor, max_grad_norm: float) -> Tensor:
 
     Parameters
     ----------
-    norms : (n,) Euclidean norms over all parameters.
-    max_grad_norm : C > 0.
+    norms
+        (n,) Euclidean norms over all parameters.
+    max_grad_norm
+        C > 0.
     """
     factors = (max_grad_norm / (norms + EPS_NUM)).clamp(max=1.0)
     return torch.where(norms.isfinite(), factors, 0.0)
@@ -113,21 +120,27 @@ def clipped_sum(
 ) -> ClippedSum:
     """The sum of clipped per-example gradients, in chunks, so that memory does not grow with the batch.
 
-    .. math:: \\sum_i \\bar g_i, \\qquad \\bar g_i = g_i \\min\\left(1, \\frac{C}{\\|g_i\\| + \\varepsilon_{\\rm num}}\\right)
+    .. math::
+        \\sum_i \\bar g_i, \\qquad
+        \\bar g_i = g_i \\min\\left(1, \\frac{C}{\\|g_i\\| + \\varepsilon_{\\rm num}}\\right)
 
     Adding or removing one example moves the result by at most C. An example whose gradient is not finite counts as
     zero. An empty batch gives zeros.
 
     Parameters
     ----------
-    model, loss, x, y : as in `per_example_gradients`.
-    max_grad_norm : the clipping norm C, over all parameters together.
-    chunk_size : examples differentiated at once; None chooses by the model's size. It does not change the result
+    model, loss, x, y
+        as in `per_example_gradients`.
+    max_grad_norm
+        the clipping norm C, over all parameters together.
+    chunk_size
+        examples differentiated at once; None chooses by the model's size. It does not change the result
         beyond rounding.
 
     Raises
     ------
-    ValueError : C is not positive, the model has no trainable parameter, or x and y disagree in length.
+    ValueError
+        C is not positive, the model has no trainable parameter, or x and y disagree in length.
     """
     if not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm must be > 0, got {max_grad_norm}; 1.0 is a common start")
@@ -162,7 +175,8 @@ def mean_gradient(model: nn.Module, loss: Loss, x: Any, y: Tensor) -> tuple[list
 
     Parameters
     ----------
-    model, loss, x, y : as in `per_example_gradients`; `loss` averages over the batch. An empty batch gives zeros.
+    model, loss, x, y
+        as in `per_example_gradients`; `loss` averages over the batch. An empty batch gives zeros.
     """
     parameters = list(trainable(model).values())
     if len(y) == 0:

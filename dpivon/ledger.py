@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 SCHEMA = 1
-FIELDS = {
+FIELDS: dict[str, Any] = {
     "schema": int,
     "recipe": int,
     "key": str,
@@ -64,8 +64,10 @@ def append(path: str | Path, record: Mapping[str, Any]) -> None:
 
     Raises
     ------
-    LedgerError : the record does not fit the schema.
-    OSError : the file cannot be written (no space, no permission).
+    LedgerError
+        the record does not fit the schema.
+    OSError
+        the file cannot be written (no space, no permission).
     """
     validate(record)
     line = (json.dumps(dict(record), sort_keys=True, allow_nan=True) + "\n").encode()
@@ -91,12 +93,15 @@ def read(path: str | Path, strict: bool = True) -> list[dict[str, Any]]:
 
     Parameters
     ----------
-    path : the JSON-lines file.
-    strict : raise at a damaged line; False skips it.
+    path
+        the JSON-lines file.
+    strict
+        raise at a damaged line; False skips it.
 
     Raises
     ------
-    LedgerError : a line is cut off or not of the schema.
+    LedgerError
+        a line is cut off or not of the schema.
     """
     if not Path(path).exists():
         return []

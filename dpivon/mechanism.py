@@ -65,14 +65,19 @@ def poisson_batches(
 
     Parameters
     ----------
-    n : N, the number of examples.
-    batch_size : b, the expected batch size.
-    steps : T, how many batches to draw.
-    generator : source of the masks; None draws one from the operating system's entropy.
+    n
+        N, the number of examples.
+    batch_size
+        b, the expected batch size.
+    steps
+        T, how many batches to draw.
+    generator
+        source of the masks; None draws one from the operating system's entropy.
 
     Raises
     ------
-    ValueError : b is not in (0, N].
+    ValueError
+        b is not in (0, N].
     """
     check_batch_size(batch_size, n)
     generator = generator or new_generator()
@@ -96,17 +101,25 @@ def mechanism(
 
     Parameters
     ----------
-    optimizer : whose parameters receive the private gradient. It is not stepped here.
-    noise_multiplier : sigma_p >= 0.
-    max_grad_norm : C > 0.
-    batch_size : b, the public expected batch size (never the realised one, which is private).
-    n : N, the number of examples; the accountant uses q = b / N exactly.
-    accountant : an Opacus accountant that counts each step.
-    generator : source of the noise; None draws one from the operating system's entropy.
+    optimizer
+        whose parameters receive the private gradient. It is not stepped here.
+    noise_multiplier
+        sigma_p >= 0.
+    max_grad_norm
+        C > 0.
+    batch_size
+        b, the public expected batch size (never the realised one, which is private).
+    n
+        N, the number of examples; the accountant uses q = b / N exactly.
+    accountant
+        an Opacus accountant that counts each step.
+    generator
+        source of the noise; None draws one from the operating system's entropy.
 
     Raises
     ------
-    ValueError : sigma_p < 0, C <= 0, or b not in (0, N].
+    ValueError
+        sigma_p < 0, C <= 0, or b not in (0, N].
     """
     check_noise(noise_multiplier, max_grad_norm)
     check_batch_size(batch_size, n)
@@ -147,9 +160,12 @@ def private_gradient(
 
     Parameters
     ----------
-    model, loss, x, y : as in `gradients.per_example_gradients`; x and y are one batch of `poisson_batches`, maybe empty.
-    dp : from `mechanism`, over exactly the model's trainable parameters.
-    chunk_size : examples differentiated at once; None chooses.
+    model, loss, x, y
+        as in `gradients.per_example_gradients`; one batch of `poisson_batches`, maybe empty.
+    dp
+        from `mechanism`, over exactly the model's trainable parameters.
+    chunk_size
+        examples differentiated at once; None chooses.
 
     Returns
     -------
@@ -157,15 +173,17 @@ def private_gradient(
 
     Raises
     ------
-    ValueError : a layer mixes examples (BatchNorm), or `dp` holds other parameters than the model's trainable ones.
-    FloatingPointError : the private gradient is not finite. No optimizer has stepped; the step is accounted.
+    ValueError
+        a layer mixes examples (BatchNorm), or `dp` holds other parameters than the model's trainable ones.
+    FloatingPointError
+        the private gradient is not finite. No optimizer has stepped; the step is accounted.
     """
     check_examples_independent(model)
     parameters = trainable(model)
     if {id(p) for p in parameters.values()} != {id(p) for p in dp.params}:
         raise ValueError(
-            "the optimizer must hold exactly the model's trainable parameters, so that clipping sees all of a gradient; "
-            "freeze the others with requires_grad_(False) before building the optimizer"
+            "the optimizer must hold exactly the model's trainable parameters, so that clipping sees all of a "
+            "gradient; freeze the others with requires_grad_(False) before building the optimizer"
         )
     clipped = clipped_sum(model, loss, x, y, dp.max_grad_norm, chunk_size)
     for p, total in zip(parameters.values(), clipped.sums, strict=True):
@@ -178,7 +196,7 @@ def private_gradient(
 
 
 def plain_gradient(model: nn.Module, loss: Loss, x: Any, y: Tensor) -> Diagnostics:
-    """Write the ordinary gradient of the batch's mean loss into `p.grad`: the twin of `private_gradient`, not private."""
+    """Write the ordinary gradient of the batch's mean loss into `p.grad`. Not private: a twin for comparison."""
     parameters = trainable(model)
     gradients, value = mean_gradient(model, loss, x, y)
     for p, g in zip(parameters.values(), gradients, strict=True):
@@ -220,25 +238,34 @@ def make_private(
 ) -> PrivateParts:
     """The Opacus door: a user's own training loop, made private with the exact q = b / N and b.
 
-    `opacus.PrivacyEngine.make_private` derives q and b from the loader's length, which rounds: 50,000 examples in batches
-    of 4,096 are accounted and scaled as 3,846. Here both are what was asked for.
+    `opacus.PrivacyEngine.make_private` derives q and b from the loader's length, which rounds: 50,000 examples in
+    batches of 4,096 are accounted and scaled as 3,846. Here both are what was asked for.
 
     The loop stays the usual one: for each (x, y) of the loader: zero_grad, ``loss(model(x), y).backward()``, step.
 
     Parameters
     ----------
-    model : without batch statistics, in-place activations, unused parameters or recurrent layers of torch.nn.
-    optimizer : any torch optimizer over the model's trainable parameters.
-    dataset : map-style, with tuples of tensors as examples. Not a loader: the sampler must be Poisson's.
-    loss : a torch loss module with reduction "mean", such as ``nn.CrossEntropyLoss()``.
-    noise_multiplier, max_grad_norm, batch_size : sigma_p, C and b.
-    mode : "hooks" (per-example gradients stored) or "ghost" (norms first, then a second backward pass).
-    accountant : an Opacus accountant that counts each step.
-    generator : source of the noise and of the masks; None draws one from the operating system's entropy.
+    model
+        without batch statistics, in-place activations, unused parameters or recurrent layers of torch.nn.
+    optimizer
+        any torch optimizer over the model's trainable parameters.
+    dataset
+        map-style, with tuples of tensors as examples. Not a loader: the sampler must be Poisson's.
+    loss
+        a torch loss module with reduction "mean", such as ``nn.CrossEntropyLoss()``.
+    noise_multiplier, max_grad_norm, batch_size
+        sigma_p, C and b.
+    mode
+        "hooks" (per-example gradients stored) or "ghost" (norms first, then a second backward pass).
+    accountant
+        an Opacus accountant that counts each step.
+    generator
+        source of the noise and of the masks; None draws one from the operating system's entropy.
 
     Raises
     ------
-    ValueError : a setting is out of range, or the model or data do not fit; the message names the remedy.
+    ValueError
+        a setting is out of range, or the model or data do not fit; the message names the remedy.
     """
     if isinstance(dataset, DataLoader):
         raise ValueError(
@@ -273,11 +300,12 @@ def make_private(
 
 
 def check_hooks_fit(model: nn.Module, dataset: Dataset) -> None:
-    """Refuse what Opacus' hooks would get wrong or report obscurely. The book's own loop takes all but batch statistics.
+    """Refuse what Opacus' hooks would get wrong or report obscurely. Our own loop takes all but batch statistics.
 
     Raises
     ------
-    ValueError : naming the layer, parameter or batch and the remedy.
+    ValueError
+        naming the layer, parameter or batch and the remedy.
     """
     check_examples_independent(model)
     own_loop = "or use dpivon's private_gradient, which has no hooks"
@@ -285,9 +313,8 @@ def check_hooks_fit(model: nn.Module, dataset: Dataset) -> None:
         if getattr(layer, "inplace", False):
             raise ValueError(f"in-place layer {name!r} overwrites what hooks need; set inplace=False, {own_loop}")
         if isinstance(layer, nn.RNNBase):
-            raise ValueError(
-                f"{type(layer).__name__} at {name!r} has no per-example hooks; use opacus.layers.DP{type(layer).__name__}, {own_loop}"
-            )
+            kind = type(layer).__name__
+            raise ValueError(f"{kind} at {name!r} has no per-example hooks; use opacus.layers.DP{kind}, {own_loop}")
     problems = ModuleValidator.validate(model, strict=False)
     if problems:
         raise ValueError(f"Opacus does not support this model: {problems[0]}; ModuleValidator.fix may help, {own_loop}")
@@ -302,5 +329,6 @@ def check_hooks_fit(model: nn.Module, dataset: Dataset) -> None:
     unused = [name for name, g in zip(trainable(model), used, strict=True) if g is None]
     if unused:
         raise ValueError(
-            f"unused parameters get no per-example gradient: {', '.join(unused)}; freeze them with requires_grad_(False), {own_loop}"
+            f"unused parameters get no per-example gradient: {', '.join(unused)}; "
+            f"freeze them with requires_grad_(False), {own_loop}"
         )

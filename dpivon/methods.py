@@ -13,8 +13,10 @@ class Method:
 
     Parameters
     ----------
-    private : the gradients pass through the Gaussian mechanism.
-    optimizer : ``optimizer(params, lr=..., ...)``, a torch optimizer with `sampled_params()`.
+    private
+        the gradients pass through the Gaussian mechanism.
+    optimizer
+        ``optimizer(params, lr=..., ...)``, a torch optimizer with `sampled_params()`.
     """
 
     private: bool
@@ -32,7 +34,8 @@ def get(name: str) -> Method:
 
     Raises
     ------
-    ValueError : the name is unknown.
+    ValueError
+        the name is unknown.
     """
     if name not in METHODS:
         raise ValueError(f"unknown method {name!r}; choose one of {', '.join(METHODS)}")

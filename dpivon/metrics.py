@@ -34,7 +34,7 @@ def nll(log_probs: Tensor, y: Tensor) -> float:
 
 
 def ece(log_probs: Tensor, y: Tensor, bins: int = ECE_BINS) -> float:
-    """Expected calibration error of the top label: equal-width bins of confidence, mean |accuracy - confidence| (l1)."""
+    """Expected calibration error of the top label: mean \\|accuracy - confidence\\| over equal-width bins (l1)."""
     value = multiclass_calibration_error(log_probs.exp(), y, num_classes=log_probs.shape[1], n_bins=bins, norm="l1")
     return float(value)
 
@@ -57,12 +57,15 @@ def evaluate(log_probs: Tensor, y: Tensor) -> dict[str, float]:
 
     Parameters
     ----------
-    log_probs : (n, classes), log probabilities.
-    y : (n,), integer labels.
+    log_probs
+        (n, classes), log probabilities.
+    y
+        (n,), integer labels.
 
     Raises
     ------
-    ValueError : shapes disagree, labels are out of range, or rows are not normalised.
+    ValueError
+        shapes disagree, labels are out of range, or rows are not normalised.
     """
     check_log_probs(log_probs, y)
     return {

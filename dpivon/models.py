@@ -13,9 +13,12 @@ def mlp(shape: Shape, classes: int, hidden: int = 64) -> nn.Module:
 
     Parameters
     ----------
-    shape : (C, H, W) of one image.
-    classes : number of classes.
-    hidden : width of the hidden layer.
+    shape
+        (C, H, W) of one image.
+    classes
+        number of classes.
+    hidden
+        width of the hidden layer.
     """
     channels, height, width = shape
     return nn.Sequential(
@@ -30,12 +33,15 @@ def lenet(shape: Shape, classes: int) -> nn.Module:
 
     Parameters
     ----------
-    shape : (C, H, W) of one image; H and W must be at least 16.
-    classes : number of classes.
+    shape
+        (C, H, W) of one image; H and W must be at least 16.
+    classes
+        number of classes.
 
     Raises
     ------
-    ValueError : the image is too small for two 5 x 5 convolutions and two poolings.
+    ValueError
+        the image is too small for two 5 x 5 convolutions and two poolings.
     """
     channels, height, width = shape
     rows, columns = ((side - 4) // 2 for side in (height, width))
@@ -59,12 +65,15 @@ def tanh_cnn(shape: Shape, classes: int) -> nn.Module:
 
     Parameters
     ----------
-    shape : (C, H, W) of one image; H and W must be at least 8.
-    classes : number of classes.
+    shape
+        (C, H, W) of one image; H and W must be at least 8.
+    classes
+        number of classes.
 
     Raises
     ------
-    ValueError : the image is too small for three poolings.
+    ValueError
+        the image is too small for three poolings.
     """
     channels, height, width = shape
     if min(height, width) < 8:
@@ -88,14 +97,19 @@ def build(name: str, shape: Shape, classes: int, seed: int | None = None) -> nn.
 
     Parameters
     ----------
-    name : one of `MODELS`.
-    shape : (C, H, W) of one image.
-    classes : number of classes.
-    seed : for the initial weights; None draws fresh ones.
+    name
+        one of `MODELS`.
+    shape
+        (C, H, W) of one image.
+    classes
+        number of classes.
+    seed
+        for the initial weights; None draws fresh ones.
 
     Raises
     ------
-    ValueError : the name is unknown, or the images do not fit the network.
+    ValueError
+        the name is unknown, or the images do not fit the network.
     """
     if name not in MODELS:
         raise ValueError(f"unknown model {name!r}; choose one of {', '.join(MODELS)}")

@@ -15,11 +15,16 @@ def log_probs(model: nn.Module, x: Tensor, optimizer: Any = None, samples: int =
 
     Parameters
     ----------
-    model : gives logits (n, classes).
-    x : (n, ...), cut into chunks to save memory.
-    optimizer : whose `sampled_params()` draws the weights; needed when samples > 0.
-    samples : K; 0 predicts at the current weights, the posterior mean.
-    chunk : examples a forward pass.
+    model
+        gives logits (n, classes).
+    x
+        (n, ...), cut into chunks to save memory.
+    optimizer
+        whose `sampled_params()` draws the weights; needed when samples > 0.
+    samples
+        K; 0 predicts at the current weights, the posterior mean.
+    chunk
+        examples a forward pass.
 
     Returns
     -------
@@ -27,7 +32,8 @@ def log_probs(model: nn.Module, x: Tensor, optimizer: Any = None, samples: int =
 
     Raises
     ------
-    ValueError : samples < 0, or samples > 0 without an optimizer that can draw.
+    ValueError
+        samples < 0, or samples > 0 without an optimizer that can draw.
     """
     if samples < 0 or (samples > 0 and not hasattr(optimizer, "sampled_params")):
         raise ValueError(f"samples must be >= 0, and needs an optimizer with sampled_params(); got {samples}")

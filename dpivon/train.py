@@ -1,10 +1,9 @@
 """One run: a configuration in, a recorded result out. One loop serves every method."""
 
 import hashlib
-import json
-import os
+import math
 import signal
-import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,38 +14,62 @@ from types import FrameType
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
 from tqdm import tqdm
 
-from dpivon import accounting, data, ledger, mechanism, metrics, models, predict
-from dpivon.methods import METHODS, get
+from dpivon import accounting, checkpoint, data, ledger, mechanism, metrics, models, predict
+from dpivon.methods import get
 
-# Raise it when a change alters the numbers of a run: recorded keys then no longer match.
+# Raise it when a change alters the numbers of a run: what was recorded under the old number is then stale.
 RECIPE = 1
+
+# What each data set uses where the configuration is silent. Chosen on public data; see chapter 2.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "digits": {"model": "mlp", "batch_size": 256, "epochs": 30, "max_grad_norm": 1.0, "lr": 2.0},
+    "cifar10": {"model": "lenet", "batch_size": 1024, "epochs": 10, "max_grad_norm": 1.0, "lr": 4.0},
+}
 
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that determines a run's numbers.
+    """Everything that determines the numbers of a run. A field left at None takes its data set's default.
 
     Parameters
     ----------
-    data : 'digits' (embedded in scikit-learn) or 'cifar10'.
-    model : 'mlp', 'lenet' or 'tanh_cnn'.
-    method : a name in `methods.METHODS`; those that begin with 'dp-' are private.
-    epsilon : the budget, from which the noise multiplier follows.
-    noise_multiplier : sigma_p itself, instead of a budget.
-    delta : delta_p, well below one over the number of examples.
-    accountant : 'rdp' (the paper's) or 'prv' (tighter).
-    max_grad_norm : C, the clipping norm of one example's gradient.
-    batch_size : b, the expected batch size; each example joins a batch with probability b / N.
-    epochs : passes over the data, in expectation; T = round(epochs N / b) steps.
-    lr : alpha, the peak learning rate.
-    beta1 : decay of the normalised momentum.
-    schedule : 'cosine' to zero, or 'constant'.
-    weight_decay : strength of the Gaussian prior's term, added after the noise.
-    samples : posterior draws averaged in prediction; 0 predicts at the mean.
-    seed : makes the run a reproducible simulation; without it noise and batches come from the system's entropy.
+    data
+        'digits' (embedded in scikit-learn) or 'cifar10'.
+    model
+        'mlp', 'lenet' or 'tanh_cnn'.
+    method
+        a name in `methods.METHODS`; those that begin with 'dp-' are private.
+    epsilon
+        the budget, from which the noise multiplier follows; 3 when neither is given.
+    noise_multiplier
+        sigma_p itself, instead of a budget.
+    delta
+        delta_p, well below one over the number of examples.
+    accountant
+        'rdp' or 'prv' (tighter).
+    max_grad_norm
+        C, the clipping norm of one example's gradient.
+    batch_size
+        b, the expected batch size; each example joins a batch with probability q = b / N.
+    epochs
+        passes over the data, in expectation; T = round(epochs / q) steps.
+    lr
+        alpha, the learning rate at the first step.
+    beta1
+        decay of the normalised momentum.
+    schedule
+        'cosine' to zero, or 'constant'.
+    weight_decay
+        strength of the Gaussian prior's term, added after the noise.
+    samples
+        posterior draws to average in prediction, besides the prediction at the mean.
+    holdout
+        evaluate on this many training examples, left out of training, instead of the test set (for tuning).
+    seed
+        makes the run a reproducible simulation; without one, noise and batches come from the system's entropy.
     """
 
     data: Literal["digits", "cifar10"] = "digits"
@@ -64,4 +87,304 @@ class Config:
     schedule: Literal["cosine", "constant"] = "cosine"
     weight_decay: float = 0.0
     samples: int = 0
+    holdout: int = 0
     seed: int | None = None
+
+
+def resolve(config: Config) -> Config:
+    """The same configuration with every default filled in, as it is recorded.
+
+    Raises
+    ------
+    ValueError
+        unknown names, or settings that exclude each other.
+    """
+    private = get(config.method).private
+    if config.data not in DEFAULTS:
+        raise ValueError(f"unknown data {config.data!r}; choose one of {', '.join(DEFAULTS)}")
+    if not private and (config.epsilon is not None or config.noise_multiplier is not None):
+        raise ValueError(f"{config.method!r} is not private, so it takes no epsilon or noise_multiplier; try 'dp-sgd'")
+    if config.epsilon is not None and config.noise_multiplier is not None:
+        raise ValueError("give epsilon or noise_multiplier, not both: one follows from the other")
+    filled = {name: value for name, value in DEFAULTS[config.data].items() if getattr(config, name) is None}
+    if private and config.epsilon is None and config.noise_multiplier is None:
+        filled["epsilon"] = 3.0
+    config = replace(config, **filled)
+    assert config.epochs is not None
+    if not 0 < config.epochs < math.inf:
+        raise ValueError(f"epochs must be finite and > 0, got {config.epochs}")
+    if config.seed is not None and config.seed < 0:
+        raise ValueError(f"seed must be >= 0, got {config.seed}")
+    return config
+
+
+def source(seed: int | None, purpose: str) -> torch.Generator:
+    """A random generator for one purpose, so that methods which share a seed share noise, batches and weights."""
+    if seed is None:
+        return mechanism.new_generator()
+    digest = hashlib.sha256(f"{seed}/{purpose}".encode()).digest()
+    return mechanism.new_generator(int.from_bytes(digest[:8], "big") >> 1)
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """Turn the first Ctrl-C into a flag, read between steps; a second one interrupts as usual."""
+    pressed = threading.Event()
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        pressed.set()
+        signal.signal(signal.SIGINT, previous)
+
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
+        yield pressed.is_set
+        return
+    previous = signal.signal(signal.SIGINT, handler)
+    try:
+        yield pressed.is_set
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+class Run:
+    """The state of one run between two steps: all that a checkpoint must hold, and nothing else.
+
+    Parameters
+    ----------
+    config
+        resolved.
+    images
+        the data.
+
+    Attributes
+    ----------
+    model, optimizer, schedule, accountant, dp
+        as the loop uses them; `dp` is None for a method that is not private.
+    steps
+        T.
+    step
+        how many are done.
+    """
+
+    def __init__(self, config: Config, images: data.Images) -> None:
+        assert config.model is not None
+        assert config.batch_size is not None
+        assert config.epochs is not None
+        assert config.lr is not None
+        assert config.max_grad_norm is not None
+        method = get(config.method)
+        self.config, self.images, self.step = config, images, 0
+        mechanism.check_batch_size(config.batch_size, images.n)
+        self.steps = max(1, round(config.epochs * images.n / config.batch_size))
+        self.sources = {name: source(config.seed, name) for name in ("weights", "batches", "noise", "layers")}
+        self.model = models.build(config.model, images.shape, images.classes, self.sources["weights"].initial_seed())
+        self.optimizer = method.optimizer(
+            self.model.parameters(), lr=config.lr, beta1=config.beta1, weight_decay=config.weight_decay
+        )
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.lr_factor)
+        self.accountant = accounting.new_accountant(config.accountant)
+        self.dp = None
+        self.noise_multiplier = config.noise_multiplier
+        if method.private:
+            if config.epsilon is not None:
+                q = config.batch_size / images.n
+                self.noise_multiplier = accounting.noise_for(
+                    config.epsilon, q, self.steps, config.delta, config.accountant
+                )
+            assert self.noise_multiplier is not None
+            self.dp = mechanism.mechanism(
+                self.optimizer,
+                noise_multiplier=self.noise_multiplier,
+                max_grad_norm=config.max_grad_norm,
+                batch_size=config.batch_size,
+                n=images.n,
+                accountant=self.accountant,
+                generator=self.sources["noise"],
+            )
+
+    def lr_factor(self, step: int) -> float:
+        """The learning rate's factor at a step: a half cosine from 1 to 0, or 1."""
+        return 1.0 if self.config.schedule == "constant" else 0.5 * (1 + math.cos(math.pi * step / self.steps))
+
+    def epoch(self, step: int) -> float:
+        """How many passes over the data, in expectation, `step` steps make."""
+        assert self.config.batch_size is not None
+        return step * self.config.batch_size / self.images.n
+
+    def statement(self) -> accounting.PrivacyStatement | None:
+        """The privacy statement of the steps done so far; None for a method that is not private."""
+        config = self.config
+        if self.dp is None:
+            return None
+        assert self.noise_multiplier is not None
+        assert config.max_grad_norm is not None
+        assert config.batch_size is not None
+        return accounting.statement(
+            self.noise_multiplier,
+            self.step,
+            config.delta,
+            max_grad_norm=config.max_grad_norm,
+            batch_size=config.batch_size,
+            n=self.images.n,
+            accountant=config.accountant,
+            simulation=config.seed is not None,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values only, so that loading executes no code."""
+        return {
+            "step": self.step,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "history": [list(entry) for entry in self.accountant.history],
+            "sources": {name: generator.get_state() for name, generator in self.sources.items()},
+            "layers": torch.get_rng_state(),
+            "identity": self.identity(),
+        }
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for a resumed run to be the same run: configuration, recipe, data, torch."""
+        return {
+            "config": asdict(self.config),
+            "recipe": RECIPE,
+            "data": self.images.fingerprint,
+            "torch": str(torch.__version__),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state`. A different configuration or data set would be a new release with replayed noise.
+
+        Raises
+        ------
+        ValueError
+            the state belongs to another run.
+        """
+        here, there = self.identity(), state["identity"]
+        differing = [name for name in here if here[name] != there.get(name)]
+        if "config" in differing:
+            differing += [f"config.{k}" for k, v in here["config"].items() if v != there["config"].get(k, v)]
+        if differing:
+            raise ValueError(
+                f"the checkpoint belongs to another run ({', '.join(differing)} differ); resuming would replay its "
+                "noise on something else and break the guarantee: use another file, or the run's own settings"
+            )
+        self.step = state["step"]
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        self.accountant.history = [tuple(entry) for entry in state["history"]]
+        for name, saved in state["sources"].items():
+            self.sources[name].set_state(saved)
+        torch.set_rng_state(state["layers"])
+
+
+def run(
+    config: Config,
+    *,
+    root: str | Path | None = None,
+    ledger_path: str | Path | None = None,
+    checkpoint_path: str | Path | None = None,
+    report: Callable[[str], None] | None = None,
+    images: data.Images | None = None,
+) -> dict[str, Any]:
+    """Train, evaluate on the public test set, and return the ledger's record.
+
+    Parameters
+    ----------
+    config
+        what to run.
+    root
+        where the data lies; see `data.load`.
+    ledger_path
+        append the record to this file.
+    checkpoint_path
+        resume from this file if it exists; save to it after each epoch. It is secret: it holds the
+        generators' state.
+    report
+        called with lines for a person, some of them diagnostics that epsilon does not cover.
+    images
+        the data itself, instead of loading `config.data`.
+
+    Raises
+    ------
+    ValueError
+        a setting is out of range, the data cannot be read, or the checkpoint belongs to another run.
+    FloatingPointError
+        the weights diverged.
+    """
+    config = resolve(config)
+    say = report or (lambda line: None)
+    images = images if images is not None else data.load(config.data, root)
+    if config.holdout:
+        images = data.hold_out(images, config.holdout, seed=0)
+    with torch.random.fork_rng(devices=[]):  # dropout draws from the global state; leave the caller's as it was
+        now = Run(config, images)
+        torch.manual_seed(now.sources["layers"].initial_seed())
+        if checkpoint_path is not None and Path(checkpoint_path).exists():
+            now.load_state_dict(checkpoint.load(checkpoint_path))
+            say(f"resumed at step {now.step} of {now.steps}")
+        begin = time.perf_counter()
+        steps_before = now.step
+        finished = train(now, checkpoint_path, say)
+        seconds = time.perf_counter() - begin
+        results = evaluate(now)
+    privacy = now.statement()
+    record = {
+        "schema": ledger.SCHEMA,
+        "recipe": RECIPE,
+        "key": ledger.key(asdict(config), RECIPE),
+        "status": "finished" if finished else "interrupted",
+        "config": asdict(config),
+        "privacy": None if privacy is None else privacy.record(),
+        "results": {**results, "steps": now.step, "resumed_at": steps_before},
+        "code": ledger.code_state(),
+        "seconds": round(seconds, 2),
+        **ledger.environment(),
+    }
+    if ledger_path is not None:
+        ledger.append(ledger_path, record)
+    return record
+
+
+def train(now: Run, checkpoint_path: str | Path | None, say: Callable[[str], None]) -> bool:
+    """The loop: from `now.step` to `now.steps`, or to Ctrl-C. True when it reached the end."""
+    config, images = now.config, now.images
+    assert config.batch_size
+    gradient = mechanism.plain_gradient if now.dp is None else partial(mechanism.private_gradient, dp=now.dp)
+    now.model.train()
+    batches = mechanism.poisson_batches(images.n, config.batch_size, now.steps - now.step, now.sources["batches"])
+    seen, losses, begin = 0, 0.0, time.perf_counter()
+    with interruptible() as interrupted, tqdm(total=now.steps, initial=now.step, disable=None, leave=False) as bar:
+        for index in batches:
+            with now.optimizer.sampled_params():
+                diagnostics = gradient(now.model, F.cross_entropy, images.x_train[index], images.y_train[index])
+            now.optimizer.step()
+            now.schedule.step()
+            now.step += 1
+            bar.update()
+            seen, losses = seen + 1, losses + diagnostics.loss
+            last = now.step == now.steps or interrupted()
+            if int(now.epoch(now.step)) > int(now.epoch(now.step - 1)) or last:
+                if checkpoint_path is not None:
+                    checkpoint.save(checkpoint_path, now.state_dict())
+                speed = seen * config.batch_size / (time.perf_counter() - begin)
+                spent = "" if now.dp is None else f"  epsilon {accounting.spent(now.accountant, config.delta):.3f}"
+                with tqdm.external_write_mode():
+                    say(
+                        f"epoch {now.epoch(now.step):5.1f}  {speed:,.0f} images/s{spent}"
+                        f"  [diagnostic, not covered by epsilon: training loss {losses / seen:.3f}]"
+                    )
+                seen, losses, begin = 0, 0.0, time.perf_counter()
+            if interrupted():
+                break
+    return now.step == now.steps
+
+
+def evaluate(now: Run) -> dict[str, dict[str, float]]:
+    """Metrics on the public test set: at the mean, and averaged over posterior draws when the run asks for them."""
+    images, samples = now.images, now.config.samples
+    results = {"mean": metrics.evaluate(predict.log_probs(now.model, images.x_test), images.y_test)}
+    if samples:
+        averaged = predict.log_probs(now.model, images.x_test, now.optimizer, samples)
+        results["samples"] = metrics.evaluate(averaged, images.y_test)
+    return results

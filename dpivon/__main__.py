@@ -1,0 +1,131 @@
+"""The command line: ``python -m dpivon train | epsilon | bench``."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from dpivon import accounting, bench, ledger, train
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train one model, print its test metrics and privacy statement, and record the run.
+
+    Parameters
+    ----------
+    config
+        what to run.
+    root
+        where the data lies: an official archive, its unpacked folder, or a folder of class folders. Default:
+        $DPIVON_DATA, else a download into the user's cache.
+    ledger
+        the file that gets one line for this run.
+    checkpoint
+        resume from this file if it exists, and save to it after each epoch. Keep it secret.
+    """
+
+    config: tyro.conf.OmitArgPrefixes[train.Config]
+    root: Path | None = None
+    ledger: Path = Path("runs.jsonl")
+    checkpoint: Path | None = None
+
+    def __call__(self) -> None:
+        record = train.run(
+            self.config,
+            root=self.root,
+            ledger_path=self.ledger,
+            checkpoint_path=self.checkpoint,
+            report=lambda line: print(line, flush=True),
+        )
+        print(summary(record))
+        print(f"recorded in {self.ledger} as {record['key']}")
+
+
+@dataclass(frozen=True)
+class Epsilon:
+    """Convert between a noise multiplier and epsilon, by the RDP and the PRV accountant.
+
+    Parameters
+    ----------
+    noise_multiplier
+        sigma_p, to learn its epsilon.
+    epsilon
+        a budget, to learn its noise multiplier.
+    n
+        N, the number of training examples.
+    batch_size
+        b, the expected batch size.
+    epochs
+        passes over the data; T = round(epochs N / b).
+    steps
+        T itself, instead of epochs.
+    delta
+        delta_p.
+    """
+
+    noise_multiplier: float | None = None
+    epsilon: float | None = None
+    n: int = 50_000
+    batch_size: int = 1024
+    epochs: float = 10
+    steps: int | None = None
+    delta: float = 1e-5
+
+    def __call__(self) -> None:
+        if (self.noise_multiplier is None) == (self.epsilon is None):
+            raise ValueError("give either --noise-multiplier (to learn epsilon) or --epsilon (to learn the noise)")
+        if self.n < 1 or not 0 < self.batch_size <= self.n:
+            raise ValueError(f"need 0 < batch-size <= n, got {self.batch_size} and {self.n}")
+        q = self.batch_size / self.n
+        steps = round(self.epochs / q) if self.steps is None else self.steps
+        print(
+            f"q = {self.batch_size} / {self.n}, {steps} steps, delta {self.delta:g}, add or remove one example, Poisson"
+        )
+        for name in accounting.ACCOUNTANTS:
+            if self.noise_multiplier is not None:
+                sigma = self.noise_multiplier
+                spent = accounting.epsilon(sigma, q, steps, self.delta, name)
+            else:
+                assert self.epsilon is not None
+                sigma = accounting.noise_for(self.epsilon, q, steps, self.delta, name)
+                spent = accounting.epsilon(sigma, q, steps, self.delta, name)
+            print(f"{name.upper()}  noise multiplier {sigma:.4f}  epsilon {spent:.4f}")
+
+
+def summary(record: dict) -> str:
+    """A record for a person: how it ended, test metrics, seconds, and what was promised."""
+    lines = [f"{record['status']} after {record['results']['steps']} steps, {record['seconds']:.0f} s"]
+    where = "held-out training examples" if record["config"]["holdout"] else "test set"
+    for name in ("mean", "samples"):
+        if name in record["results"]:
+            value = record["results"][name]
+            how = "at the mean" if name == "mean" else f"averaged over {record['config']['samples']} samples"
+            lines.append(
+                f"{where}, {how}: accuracy {value['accuracy']:.3f}  NLL {value['nll']:.3f}  ECE {value['ece']:.3f}  "
+                f"Brier {value['brier']:.3f}  confidence - accuracy {value['overconfidence']:+.3f}"
+            )
+    privacy = record["privacy"]
+    if privacy is None:
+        return "\n".join([*lines, "not private"])
+    fields = {name: privacy[name] for name in accounting.PrivacyStatement.__dataclass_fields__}
+    return "\n".join([*lines, str(accounting.PrivacyStatement(**fields))])
+
+
+COMMANDS: dict[str, Callable[..., Any]] = {"train": Train, "epsilon": Epsilon, "bench": bench.Bench}
+
+
+def main() -> None:
+    """Run one command; an error a person can mend is one line on stderr and exit status 2."""
+    command = tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="python -m dpivon", description=__doc__)
+    try:
+        command()
+    except (ValueError, OSError, FloatingPointError, ledger.LedgerError) as error:
+        sys.exit(f"dpivon: {error}")
+
+
+if __name__ == "__main__":
+    main()

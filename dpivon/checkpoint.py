@@ -1,0 +1,56 @@
+"""Checkpoints: written whole or not at all, checked when read, and never executed."""
+
+import hashlib
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+MAGIC = b"dpivon-checkpoint-1\n"
+
+
+def save(path: str | Path, state: dict[str, Any]) -> None:
+    """Replace `path` by `state`, readable by its owner only; on any failure the old file stays.
+
+    Parameters
+    ----------
+    path
+        where to save; its folder must exist.
+    state
+        tensors and plain values.
+
+    Raises
+    ------
+    OSError
+        the file cannot be written.
+    """
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    payload = buffer.getvalue()
+    part = Path(f"{path}.part")
+    try:
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(MAGIC + hashlib.sha256(payload).digest() + payload)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def load(path: str | Path) -> dict[str, Any]:
+    """The state saved at `path`. Its digest is checked first, and torch loads tensors and plain values only.
+
+    Raises
+    ------
+    ValueError
+        the file is not a checkpoint, or was cut off or changed.
+    """
+    content = Path(path).read_bytes()
+    digest, payload = content[len(MAGIC) : len(MAGIC) + 32], content[len(MAGIC) + 32 :]
+    if not content.startswith(MAGIC) or hashlib.sha256(payload).digest() != digest:
+        raise ValueError(f"{path} is not a whole checkpoint; delete it to start anew, or restore a copy")
+    return torch.load(io.BytesIO(payload), weights_only=True)
