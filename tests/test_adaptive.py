@@ -1,0 +1,88 @@
+"""The adaptive family's frame and DP-SGD's momentum convention."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from dpivon import adaptive, methods
+
+
+def steps(optimizer_of, gradients, start=1.0):
+    p = nn.Parameter(torch.full((3,), start, dtype=torch.float64))
+    optimizer = optimizer_of([p])
+    for g in gradients:
+        p.grad = g.clone()
+        optimizer.step()
+    return p.detach()
+
+
+@pytest.fixture
+def gradients():
+    return list(torch.randn(30, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+
+
+def test_without_momentum_it_is_torch_sgd(gradients):
+    ours = steps(lambda p: adaptive.sgd(p, lr=0.3, beta1=0.0, weight_decay=0.01), gradients)
+    torch.testing.assert_close(ours, steps(lambda p: torch.optim.SGD(p, lr=0.3, weight_decay=0.01), gradients))
+
+
+def test_momentum_is_the_bias_corrected_average(gradients):
+    beta, lr, m, theta = 0.9, 0.3, torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    for t, g in enumerate(gradients, start=1):
+        m = beta * m + (1 - beta) * g
+        theta = theta - lr * m / (1 - beta**t)
+    torch.testing.assert_close(steps(lambda p: adaptive.sgd(p, lr=lr, beta1=beta), gradients), theta)
+
+
+def test_the_effective_step_is_the_learning_rate_from_the_first_step_on():
+    constant = [torch.ones(3, dtype=torch.float64)] * 7
+    torch.testing.assert_close(steps(lambda p: adaptive.sgd(p, lr=0.5), constant, start=0.0), -3.5 * constant[0])
+
+
+def test_torch_reaches_the_same_speed_with_a_tenth_of_the_learning_rate():
+    constant = [torch.ones(3, dtype=torch.float64)] * 400
+    ours = steps(lambda p: adaptive.sgd(p, lr=0.5), constant)
+    theirs = steps(lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), constant)
+    assert float((ours / theirs).mean()) == pytest.approx(1, abs=0.03)
+
+
+def test_state_survives_a_state_dict(gradients):
+    p, q = (nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2))
+    one, two = adaptive.sgd([p], lr=0.3), adaptive.sgd([q], lr=0.3)
+    for g in gradients[:10]:
+        p.grad = g.clone()
+        one.step()
+    two.load_state_dict(copy.deepcopy(one.state_dict()))
+    q.data.copy_(p.data)
+    for g in gradients[10:]:
+        p.grad, q.grad = g.clone(), g.clone()
+        one.step()
+        two.step()
+    assert torch.equal(p, q)
+
+
+def test_parameters_without_gradient_stay():
+    p = nn.Parameter(torch.ones(3))
+    adaptive.sgd([p], lr=0.3, weight_decay=1.0).step()
+    assert torch.equal(p, torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lr": 0.0}, "lr must be > 0, got 0.0"),
+        ({"lr": float("nan")}, "lr must be > 0, got nan"),
+        ({"lr": 0.1, "beta1": 1.0}, r"beta1 must be in \[0, 1\), got 1.0"),
+        ({"lr": 0.1, "weight_decay": -1.0}, "weight_decay must be >= 0, got -1.0"),
+    ],
+)
+def test_errors_name_value(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        adaptive.sgd([nn.Parameter(torch.ones(1))], **arguments)
+
+
+def test_unknown_method():
+    with pytest.raises(ValueError, match=r"unknown method 'dp-foo'; choose one of sgd, dp-sgd"):
+        methods.get("dp-foo")

@@ -1,0 +1,174 @@
+"""Per-example gradients: right for any module, clipped to sensitivity C, in constant memory."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from dpivon import gradients, models
+
+
+class Recurrent(nn.Module):
+    """A bidirectional LSTM and a linear layer that share nothing with torch.func's simple cases."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(4, 5, batch_first=True, bidirectional=True)
+        self.out = nn.Linear(10, 3)
+
+    def forward(self, x):
+        return self.out(self.lstm(x)[0][:, -1])
+
+
+class Shared(nn.Module):
+    """Dict input, a parameter used twice, one not used, one frozen, an in-place activation."""
+
+    def __init__(self):
+        super().__init__()
+        self.twice = nn.Linear(4, 4)
+        self.out = nn.Linear(4, 3)
+        self.unused = nn.Linear(2, 2)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, batch):
+        h = F.relu(self.twice(batch["u"]), inplace=True)
+        return self.out(self.twice(h) + self.frozen(batch["v"]))
+
+
+def cases():
+    torch.manual_seed(0)
+    y = torch.randint(0, 3, (7,))
+    yield "mlp", models.mlp((1, 2, 2), 3), torch.randn(7, 1, 2, 2), y
+    yield "lenet", models.lenet((3, 16, 16), 3), torch.randn(7, 3, 16, 16), y
+    yield "lstm", Recurrent(), torch.randn(7, 6, 4), y
+    yield "dict", Shared(), {"u": torch.randn(7, 4), "v": torch.randn(7, 4)}, y
+    inplace = nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.GroupNorm(2, 8), nn.Linear(8, 3))
+    yield "in-place", inplace, torch.randn(7, 4), y
+
+
+@pytest.mark.filterwarnings("ignore:.*batching rule.*:UserWarning")
+@pytest.mark.parametrize(("name", "model", "x", "y"), list(cases()), ids=[case[0] for case in cases()])
+def test_agrees_with_one_backward_per_example(name, model, x, y):
+    before = copy.deepcopy(model.state_dict())
+    got, losses = gradients.per_example_gradients(model, F.cross_entropy, x, y)
+    parameters = list(gradients.trainable(model).values())
+    assert [g.shape[1:] for g in got] == [p.shape for p in parameters]
+    for i in range(len(y)):
+        loss = F.cross_entropy(model(gradients.take(x, slice(i, i + 1))), y[i : i + 1])
+        expected = torch.autograd.grad(loss, parameters, allow_unused=True)
+        torch.testing.assert_close(losses[i], loss.detach())
+        for g, e, p in zip(got, expected, parameters, strict=True):
+            torch.testing.assert_close(g[i], torch.zeros_like(p) if e is None else e, atol=1e-6, rtol=1e-5)
+    after = model.state_dict()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert all(p.grad is None for p in model.parameters())
+
+
+@given(
+    norms=st.lists(st.floats(0, 1e30), min_size=1, max_size=8),
+    max_grad_norm=st.floats(1e-3, 1e3),
+)
+def test_clipped_norm_is_at_most_c(norms, max_grad_norm):
+    norms = torch.tensor(norms, dtype=torch.float64)
+    factors = gradients.clip_factors(norms, max_grad_norm)
+    assert (factors * norms <= max_grad_norm * (1 + 1e-12)).all()
+    assert ((factors == 1) | (norms > max_grad_norm - 2e-6)).all()
+
+
+def test_not_finite_norms_count_as_zero():
+    norms = torch.tensor([1.0, float("inf"), float("nan")])
+    assert gradients.clip_factors(norms, 0.5).tolist()[1:] == [0.0, 0.0]
+
+
+@pytest.fixture
+def problem():
+    torch.manual_seed(1)
+    return models.mlp((1, 4, 4), 3), 3 * torch.randn(23, 1, 4, 4), torch.randint(0, 3, (23,))
+
+
+def flat(sums):
+    return torch.cat([s.flatten() for s in sums])
+
+
+def test_chunks_do_not_change_the_sum(problem):
+    model, x, y = problem
+    whole = flat(gradients.clipped_sum(model, F.cross_entropy, x, y, 0.7, chunk_size=100).sums)
+    for chunk_size in (1, 5, 23):
+        part = flat(gradients.clipped_sum(model, F.cross_entropy, x, y, 0.7, chunk_size).sums)
+        torch.testing.assert_close(part, whole, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("max_grad_norm", [1e-3, 0.5, 100.0])
+def test_one_example_moves_the_sum_by_at_most_c(problem, max_grad_norm):
+    model, x, y = problem
+    whole = flat(gradients.clipped_sum(model, F.cross_entropy, x, y, max_grad_norm).sums)
+    for i in range(len(y)):
+        keep = torch.arange(len(y)) != i
+        without = flat(gradients.clipped_sum(model, F.cross_entropy, x[keep], y[keep], max_grad_norm).sums)
+        assert (whole - without).norm() <= max_grad_norm * (1 + 1e-4) + 1e-5
+
+
+def test_clipping_acts(problem):
+    model, x, y = problem
+    small, large = (gradients.clipped_sum(model, F.cross_entropy, x, y, c) for c in (0.01, 1e6))
+    assert small.clipped == 1.0
+    assert large.clipped == 0.0
+    gradient, loss = gradients.mean_gradient(model, F.cross_entropy, x, y)
+    torch.testing.assert_close(flat(large.sums) / len(y), flat(gradient), atol=1e-5, rtol=1e-4)
+    assert large.loss == pytest.approx(loss, rel=1e-5)
+
+
+def test_empty_batch_gives_zeros(problem):
+    model, x, y = problem
+    result = gradients.clipped_sum(model, F.cross_entropy, x[:0], y[:0], 1.0)
+    assert flat(result.sums).abs().max() == 0
+    assert result.size == 0
+    assert flat(gradients.mean_gradient(model, F.cross_entropy, x[:0], y[:0])[0]).abs().max() == 0
+
+
+def test_an_example_with_infinite_gradient_counts_as_zero(problem):
+    model, x, y = problem
+    clean = flat(gradients.clipped_sum(model, F.cross_entropy, x[1:], y[1:], 1.0).sums)
+    for bad in (float("nan"), float("inf"), 1e30):
+        spoiled = x.clone()
+        spoiled[0] = bad
+        total = flat(gradients.clipped_sum(model, F.cross_entropy, spoiled, y, 1.0).sums)
+        assert total.isfinite().all()
+        assert (total - clean).norm() <= 1.0 + 1e-5
+
+
+def test_dropout_draws_a_mask_for_each_example():
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(200, 2))
+    x, y = torch.ones(2, 200), torch.tensor([0, 0])
+    weight, _ = gradients.per_example_gradients(model, F.cross_entropy, x, y)[0]
+    assert not torch.equal(weight[0] != 0, weight[1] != 0)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.BatchNorm1d(4),
+        nn.BatchNorm1d(4, track_running_stats=False),
+        nn.SyncBatchNorm(4),
+        nn.InstanceNorm1d(4, track_running_stats=True),
+    ],
+)
+def test_layers_that_mix_examples_are_refused(layer):
+    with pytest.raises(ValueError, match=r"at '1' uses statistics of the batch.*GroupNorm"):
+        gradients.check_examples_independent(nn.Sequential(nn.Linear(4, 4), layer))
+
+
+def test_errors_name_value_and_remedy(problem):
+    model, x, y = problem
+    with pytest.raises(ValueError, match=r"max_grad_norm must be > 0, got -1"):
+        gradients.clipped_sum(model, F.cross_entropy, x, y, -1.0)
+    with pytest.raises(ValueError, match=r"max_grad_norm must be > 0, got nan"):
+        gradients.clipped_sum(model, F.cross_entropy, x, y, float("nan"))
+    with pytest.raises(ValueError, match=r"same number of examples, got \[22, 23\]"):
+        gradients.clipped_sum(model, F.cross_entropy, x, y[1:], 1.0)
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        gradients.clipped_sum(model.requires_grad_(False), F.cross_entropy, x, y, 1.0)

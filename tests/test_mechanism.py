@@ -1,0 +1,289 @@
+"""The Gaussian mechanism: right noise, exact q and b, Opacus' answer, and no way round it."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from opacus import PrivacyEngine
+from opacus.accountants import RDPAccountant
+from opacus.optimizers import DPOptimizer
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from dpivon import adaptive, gradients, mechanism, models
+
+N, B = 60, 20
+SETTINGS = {"noise_multiplier": 1.5, "max_grad_norm": 0.7, "batch_size": B}
+
+
+def network():
+    return models.build("lenet", (3, 16, 16), 5, seed=0)
+
+
+@pytest.fixture(scope="module")
+def images():
+    source = torch.Generator().manual_seed(0)
+    return torch.randn(N, 3, 16, 16, generator=source), torch.randint(0, 5, (N,), generator=source)
+
+
+def own(model, x, y, seed=3, accountant=None, **changes):
+    """One call of our own mechanism; the gradient it leaves, flattened."""
+    dp = mechanism.mechanism(
+        adaptive.sgd(model.parameters(), lr=0.1),
+        **{**SETTINGS, **changes}, n=N, generator=mechanism.new_generator(seed), accountant=accountant,
+    )  # fmt: skip
+    mechanism.private_gradient(model, F.cross_entropy, x, y, dp)
+    return flat(model)
+
+
+def flat(model):
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook:UserWarning")
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+@pytest.mark.parametrize("size", [0, 1, B, N])
+def test_opacus_gives_the_same_gradient_for_the_same_noise(images, mode, size):
+    x, y = (part[:size] for part in images)
+    expected = own(network(), x, y)
+    model = network()
+    private = mechanism.make_private(
+        model, adaptive.sgd(model.parameters(), lr=0.1), TensorDataset(*images), loss=nn.CrossEntropyLoss(),
+        mode=mode, generator=mechanism.new_generator(3), **SETTINGS,
+    )  # fmt: skip
+    private.optimizer.zero_grad()
+    private.loss(private.model(x), y).backward()
+    private.optimizer.pre_step()
+    torch.testing.assert_close(flat(model), expected, atol=1e-6, rtol=0)
+
+
+def test_opacus_optimizer_fed_with_our_per_example_gradients_agrees(images):
+    """A second path: Opacus clips, sums, noises and scales; we only supply the per-example gradients."""
+    expected = own(network(), *images)
+    model = network()
+    dp = DPOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.5, max_grad_norm=0.7, expected_batch_size=B,
+        generator=mechanism.new_generator(3),
+    )  # fmt: skip
+    per_example, _ = gradients.per_example_gradients(model, F.cross_entropy, *images)
+    for p, g in zip(model.parameters(), per_example, strict=True):
+        p.grad_sample = g
+    dp.pre_step()
+    torch.testing.assert_close(flat(model), expected, atol=1e-6, rtol=0)
+
+
+def test_an_empty_batch_gives_pure_noise_of_the_stated_scale():
+    model = models.mlp((3, 16, 16), 5, hidden=256)
+    noise = own(model, torch.zeros(0, 3, 16, 16), torch.zeros(0, dtype=torch.int64))
+    assert float(noise.std()) == pytest.approx(1.5 * 0.7 / B, rel=0.01)
+    assert abs(float(noise.mean())) < 4 * 1.5 * 0.7 / B / len(noise) ** 0.5
+
+
+@pytest.mark.parametrize(("reduction", "divisor"), [("mean", B), ("sum", 1)])
+def test_noise_std_matches_the_noise_for_both_reductions(reduction, divisor):
+    p = nn.Parameter(torch.zeros(100_000))
+    dp = mechanism.DPOptimizerFastGradientClipping(
+        torch.optim.SGD([p], lr=1.0), noise_multiplier=2.0, max_grad_norm=0.5, expected_batch_size=B,
+        loss_reduction=reduction, generator=mechanism.new_generator(0),
+    )  # fmt: skip
+    p.grad = torch.zeros_like(p)
+    dp.pre_step()
+    assert mechanism.noise_std(dp) == pytest.approx(2.0 * 0.5 / divisor)
+    assert float(p.grad.std()) == pytest.approx(mechanism.noise_std(dp), rel=0.02)
+
+
+def test_noise_std_counts_accumulated_iterations():
+    p = nn.Parameter(torch.zeros(100_000))
+    dp = DPOptimizer(
+        torch.optim.SGD([p], lr=1.0), noise_multiplier=2.0, max_grad_norm=0.5, expected_batch_size=B,
+        generator=mechanism.new_generator(0),
+    )  # fmt: skip
+    p.grad_sample = [torch.zeros(3, 100_000), torch.zeros(2, 100_000)]
+    dp.pre_step()
+    p.grad_sample = [torch.zeros(1, 1)] * 2
+    assert mechanism.noise_std(dp) == pytest.approx(2.0 * 0.5 / (2 * B))
+    assert float(p.grad.std()) == pytest.approx(mechanism.noise_std(dp), rel=0.02)
+
+
+def test_the_update_changes_with_noise_and_with_clipping(images):
+    base = own(network(), *images)
+    assert torch.equal(base, own(network(), *images))
+    assert not torch.allclose(base, own(network(), *images, noise_multiplier=1e-6))
+    assert not torch.allclose(base, own(network(), *images, max_grad_norm=0.07))
+    assert not torch.allclose(base, own(network(), *images, seed=4))
+
+
+def test_two_datasets_that_differ_in_one_example_give_sums_at_most_c_apart(images):
+    x, y = images
+    for i in range(0, N, 7):
+        keep = torch.arange(N) != i
+        whole, without = (
+            own(network(), x, y, noise_multiplier=0.0),
+            own(network(), x[keep], y[keep], noise_multiplier=0.0),
+        )
+        assert 0 < B * (whole - without).norm() <= 0.7 * (1 + 1e-4)
+
+
+def test_every_step_is_accounted_with_exact_q(images):
+    accountant = RDPAccountant()
+    model = network()
+    dp = mechanism.mechanism(adaptive.sgd(model.parameters(), lr=0.1), n=N, accountant=accountant, **SETTINGS)
+    for _ in range(3):
+        mechanism.private_gradient(model, F.cross_entropy, *images, dp)
+    assert accountant.history == [(1.5, B / N, 3)]
+
+
+def test_opacus_rounds_where_the_door_does_not():
+    """`PrivacyEngine.make_private` accounts 50,000 / 4,096 as 1 / 13 and divides by 3,846; ours does what was asked."""
+    data = TensorDataset(torch.zeros(50_000, 1), torch.zeros(50_000, dtype=torch.int64))
+    model = nn.Linear(1, 2)
+    _, theirs, loader = PrivacyEngine().make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0, max_grad_norm=1.0,
+        data_loader=DataLoader(data, batch_size=4096),
+    )  # fmt: skip
+    assert (theirs.expected_batch_size, loader.sample_rate) == (3846, 1 / 13)
+    model = nn.Linear(1, 2)
+    accountant = RDPAccountant()
+    ours = mechanism.make_private(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), data, loss=nn.CrossEntropyLoss(), noise_multiplier=1.0,
+        max_grad_norm=1.0, batch_size=4096, accountant=accountant,
+    )  # fmt: skip
+    assert (ours.optimizer.expected_batch_size, ours.loader.sample_rate) == (4096, 4096 / 50_000)
+    x, y = next(iter(ours.loader))
+    ours.loss(ours.model(x), y).backward()
+    ours.optimizer.step()
+    assert accountant.history == [(1.0, 4096 / 50_000, 1)]
+
+
+def test_nothing_but_grad_is_left_on_a_parameter(images):
+    model = network()
+    own(model, *images)
+    for p in model.parameters():
+        tensors = {name for name, value in vars(p).items() if value is not None}
+        assert tensors <= {"grad"}, tensors
+
+
+def test_a_private_gradient_that_is_not_finite_raises_before_any_step(images):
+    model = network()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(FloatingPointError, match="lower the learning rate"):
+        own(model, *images, noise_multiplier=1e38, max_grad_norm=1e30)
+    after = model.state_dict()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_poisson_batches_have_the_right_law():
+    n, b, steps = 40, 10, 4000
+    sets = list(mechanism.poisson_batches(n, b, steps, mechanism.new_generator(0)))
+    counts = torch.zeros(n)
+    for index in sets:
+        assert len(index.unique()) == len(index)
+        counts[index] += 1
+    q, sizes = b / n, torch.tensor([float(len(index)) for index in sets])
+    error = (q * (1 - q) / steps) ** 0.5
+    assert ((counts / steps - q).abs() < 4.5 * error).all()  # each example has probability q
+    assert float(sizes.var()) == pytest.approx(n * q * (1 - q), rel=0.1)  # independently of the others
+    assert len({tuple(index.tolist()) for index in sets[:100]}) > 95
+
+
+def test_unseeded_masks_and_noise_differ_from_run_to_run():
+    first, second = (list(mechanism.poisson_batches(1000, 500, 1))[0].tolist() for _ in range(2))
+    assert first != second
+    assert mechanism.new_generator().initial_seed() != mechanism.new_generator().initial_seed()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"noise_multiplier": -1.0}, r"noise_multiplier must be finite and >= 0, got -1.0; accounting.noise_for"),
+        ({"noise_multiplier": float("nan")}, "noise_multiplier must be finite"),
+        ({"max_grad_norm": 0.0}, r"max_grad_norm must be finite and > 0, got 0.0"),
+        ({"batch_size": N + 1}, rf"batch_size .* got {N + 1} for {N} examples"),
+        ({"batch_size": 0}, "batch_size must be > 0"),
+    ],
+)
+def test_settings_out_of_range(images, changes, message):
+    with pytest.raises(ValueError, match=message):
+        own(network(), *images, **changes)
+    model = network()
+    with pytest.raises(ValueError, match=message):
+        mechanism.make_private(
+            model, adaptive.sgd(model.parameters(), lr=0.1), TensorDataset(*images), loss=nn.CrossEntropyLoss(),
+            **{**SETTINGS, **changes},
+        )  # fmt: skip
+
+
+def test_batch_norm_and_missing_parameters_are_refused(images):
+    with pytest.raises(ValueError, match="BatchNorm2d at '0'"):
+        own(nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(768, 5)), *images)
+    model = network()
+    dp = mechanism.mechanism(adaptive.sgd(list(model.parameters())[:2], lr=0.1), n=N, **SETTINGS)
+    with pytest.raises(ValueError, match=r"exactly the model's trainable parameters"):
+        mechanism.private_gradient(model, F.cross_entropy, *images, dp)
+
+
+class Dicts(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return {"x": torch.zeros(4), "y": 0}
+
+
+class Unused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.idle = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gru = nn.GRU(4, 3, batch_first=True)
+
+    def forward(self, x):
+        return self.gru(x.unsqueeze(1))[0][:, -1]
+
+
+VECTORS = TensorDataset(torch.randn(8, 4), torch.zeros(8, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+@pytest.mark.parametrize(
+    ("model", "data", "message"),
+    [
+        (nn.Sequential(nn.Linear(4, 3), nn.ReLU(inplace=True)), VECTORS, "in-place layer '1' .* inplace=False"),
+        (Unused(), VECTORS, r"unused parameters .*: idle.weight, idle.bias; freeze them"),
+        (Recurrent(), VECTORS, "GRU at 'gru' .* opacus.layers.DPGRU"),
+        (nn.Linear(4, 3), Dicts(), r"tuples \(x, y\), got dict"),
+        (nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, track_running_stats=False)), VECTORS, "BatchNorm1d"),
+        (nn.Linear(4, 3), DataLoader(VECTORS), "sampler of one's own is not Poisson's"),
+    ],
+)
+def test_what_hooks_cannot_do_is_refused_with_a_remedy(model, data, message, mode):
+    with pytest.raises(ValueError, match=message):
+        mechanism.make_private(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), data, loss=nn.CrossEntropyLoss(), noise_multiplier=1.0,
+            max_grad_norm=1.0, batch_size=2, mode=mode,
+        )  # fmt: skip
+
+
+def test_unknown_mode_and_summed_loss_are_refused():
+    model = nn.Linear(4, 3)
+    arguments = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "batch_size": 2}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="'hooks' or 'ghost', got 'fast'"):
+        mechanism.make_private(model, optimizer, VECTORS, loss=nn.CrossEntropyLoss(), mode="fast", **arguments)
+    with pytest.raises(ValueError, match="reduction='mean'"):
+        mechanism.make_private(model, optimizer, VECTORS, loss=nn.CrossEntropyLoss(reduction="sum"), **arguments)
+
+
+def test_the_plain_twin_is_the_mean_gradient(images):
+    model, other = network(), network()
+    mechanism.plain_gradient(model, F.cross_entropy, *images)
+    F.cross_entropy(other(images[0]), images[1]).backward()
+    torch.testing.assert_close(flat(model), flat(other))
