@@ -123,7 +123,7 @@ class Images:
         A checkpoint keeps it, so that a run refuses to resume on other data. Computed once (under a second for
         CIFAR-10). It is a function of the private data: keep it with the checkpoint, do not publish it.
         """
-        tensors = [t.detach().cpu().contiguous() for t in (self.x_train, self.y_train, self.x_test, self.y_test)]
+        tensors = [t.detach().cpu() for t in (self.x_train, self.y_train, self.x_test, self.y_test)]
         forms = [(str(t.dtype), tuple(t.shape)) for t in tensors]
         digest = hashlib.sha256(repr((self.name, tuple(self.class_names), forms)).encode())
         for t in tensors:

@@ -383,6 +383,8 @@ def train(now: Run, checkpoint_path: str | Path | None, say: Callable[[str], Non
 def evaluate(now: Run) -> dict[str, dict[str, float]]:
     """Metrics on the public test set: at the mean, and averaged over posterior draws when the run asks for them."""
     images, samples = now.images, now.config.samples
+    if not all(p.isfinite().all() for p in now.model.parameters()):
+        raise FloatingPointError("the weights are not finite: training diverged; lower the learning rate")
     results = {"mean": metrics.evaluate(predict.log_probs(now.model, images.x_test), images.y_test)}
     if samples:
         averaged = predict.log_probs(now.model, images.x_test, now.optimizer, samples)

@@ -1,0 +1,73 @@
+"""The command line, as its user types it."""
+
+import subprocess
+import sys
+
+import pytest
+
+from dpivon import __main__ as command_line
+from dpivon import ledger
+
+
+@pytest.fixture
+def dpivon(tmp_path, monkeypatch, capsys):
+    """Run the command line inside this process; (exit status or message, standard output)."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["dpivon", *arguments])
+        try:
+            command_line.main()
+            status = 0
+        except SystemExit as end:
+            status = end.code
+        return status, capsys.readouterr().out
+
+    return call
+
+
+def test_train_without_any_argument_trains_privately_and_states_it(tmp_path):
+    command = [sys.executable, "-m", "dpivon", "train", "--epochs", "2"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for part in (
+        "images/s", "epsilon", "[diagnostic, not covered by epsilon: training loss", "accuracy", "NLL", "ECE",
+        "differential privacy", "one training example", "add or remove one example", "Poisson, q = 256 / 1438", "RDP",
+        "released", "operating system's entropy",
+    ):  # fmt: skip
+        assert part in done.stdout, part
+    (record,) = ledger.read(tmp_path / "runs.jsonl")
+    assert record["key"] in done.stdout
+    assert record["config"]["data"] == "digits"
+
+
+def test_epsilon_converts_both_ways_with_both_accountants(dpivon):
+    out = dpivon("epsilon", "--epsilon", "3")[1].splitlines()
+    sigma = {line.split()[0]: float(line.split()[3]) for line in out[1:]}
+    assert set(sigma) == {"RDP", "PRV"}
+    assert sigma["PRV"] < sigma["RDP"]
+    back = dpivon("epsilon", "--noise-multiplier", str(sigma["RDP"]))[1].splitlines()
+    assert float(back[1].split()[-1]) == pytest.approx(3, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--method", "sgdd"], "dpivon: unknown method 'sgdd'; choose one of sgd, dp-sgd"),
+        (["train", "--max-grad-norm", "0"], "dpivon: max_grad_norm must be finite and > 0, got 0.0"),
+        (["epsilon"], "dpivon: give either --noise-multiplier"),
+        (["epsilon", "--epsilon", "1", "--batch-size", "0"], "dpivon: need 0 < batch-size <= n"),
+        (["train", "--ledger", "/proc/none/runs.jsonl", "--epochs", "0.1"], "dpivon: "),
+    ],
+)
+def test_errors_are_one_line(arguments, message, dpivon):
+    status, _ = dpivon(*arguments)
+    assert str(status).startswith(message)
+    assert "\n" not in str(status)
+
+
+def test_bench_prints_ratios_for_every_engine(dpivon):
+    status, out = dpivon("bench", "--models", "lenet", "--batch-sizes", "16", "--repeats", "1")
+    assert status == 0
+    for part in ("ours", "Opacus hooks", "Opacus ghost", "not private, channels last", "MiB", "times as fast as"):
+        assert part in out

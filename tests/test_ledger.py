@@ -1,0 +1,116 @@
+"""The ledger: whole lines or none, whatever happens to the writers."""
+
+import json
+import multiprocessing
+import os
+from dataclasses import asdict
+
+import pytest
+
+from dpivon import ledger, train
+
+
+def record(seed=0):
+    config = asdict(train.resolve(train.Config(seed=seed)))
+    return {
+        "schema": ledger.SCHEMA,
+        "recipe": 1,
+        "key": ledger.key(config, 1),
+        "status": "finished",
+        "config": config,
+        "privacy": None,
+        "results": {"mean": {"accuracy": 0.5}},
+        "code": ledger.code_state(),
+        "seconds": 1.5,
+        **ledger.environment(),
+    }
+
+
+def test_what_is_written_is_read_back(tmp_path):
+    file = tmp_path / "deep" / "läufe.jsonl"
+    for seed in range(3):
+        ledger.append(file, record(seed))
+    records = ledger.read(file)
+    assert [r["config"]["seed"] for r in records] == [0, 1, 2]
+    assert len({r["key"] for r in records}) == 3
+    assert records[0]["versions"]["torch"]
+    assert ledger.read(tmp_path / "none.jsonl") == []
+
+
+def test_the_key_depends_on_configuration_and_recipe_only():
+    config = asdict(train.Config(seed=1))
+    assert ledger.key(config, 1) == ledger.key(dict(reversed(config.items())), 1)
+    assert ledger.key(config, 1) != ledger.key(config, 2)
+    assert ledger.key(config, 1) != ledger.key({**config, "seed": 2}, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema": 99}, "schema 99 is not 1"),
+        ({"seconds": "long"}, "field 'seconds' has the wrong type: 'long'"),
+        ({"recipe": 2}, "does not belong to the record's configuration"),
+    ],
+)
+def test_what_does_not_fit_the_schema_is_not_written(tmp_path, change, message):
+    file = tmp_path / "runs.jsonl"
+    with pytest.raises(ledger.LedgerError, match=message):
+        ledger.append(file, {**record(), **change})
+    incomplete = record()
+    del incomplete["results"]
+    with pytest.raises(ledger.LedgerError, match="lacks results"):
+        ledger.append(file, incomplete)
+    assert not file.exists()
+
+
+def test_a_line_cut_in_half_spoils_no_other(tmp_path):
+    file = tmp_path / "runs.jsonl"
+    ledger.append(file, record(0))
+    with open(file, "ab") as torn:
+        torn.write(json.dumps(record(1)).encode()[:100])
+    ledger.append(file, record(2))
+    with pytest.raises(ledger.LedgerError, match=r"runs.jsonl, line 2: .*strict=False"):
+        ledger.read(file)
+    assert [r["config"]["seed"] for r in ledger.read(file, strict=False)] == [0, 2]
+
+
+def test_a_full_disk_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+    file = tmp_path / "runs.jsonl"
+    ledger.append(file, record(0))
+    before = file.read_bytes()
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        ledger.append(file, record(1))
+    assert file.read_bytes() == before
+
+
+def write_many(arguments):
+    file, start = arguments
+    for seed in range(start, start + 20):
+        ledger.append(file, record(seed))
+
+
+def test_two_writers_lose_nothing(tmp_path):
+    file = str(tmp_path / "runs.jsonl")
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        pool.map(write_many, [(file, 0), (file, 100)])
+    assert sorted(r["config"]["seed"] for r in ledger.read(file)) == [*range(20), *range(100, 120)]
+
+
+def test_the_books_ledger_is_valid_and_its_epsilons_recompute():
+    from pathlib import Path
+
+    from dpivon import accounting
+
+    for file in sorted((Path(__file__).parent.parent / "book" / "results").glob("*.jsonl")):
+        for r in ledger.read(file):
+            p = r["privacy"]
+            if p is not None:
+                again = accounting.epsilon(
+                    p["noise_multiplier"], p["batch_size"] / p["n"], p["steps"], p["delta"], p["accountant"]
+                )
+                assert again == pytest.approx(p["epsilon"], rel=1e-6), (file.name, r["key"])

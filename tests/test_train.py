@@ -1,0 +1,235 @@
+"""Runs: reproducible, resumable bit for bit, interruptible, recorded, and clear about what cannot run."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dpivon import accounting, checkpoint, data, ledger, train
+
+SMALL = train.Config(data="digits", epsilon=3.0, epochs=3, seed=7)
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return data.digits()
+
+
+def weights(now):
+    return torch.cat([p.detach().flatten() for p in now.model.parameters()])
+
+
+def test_digits_are_learned_privately_within_the_budget(digits):
+    record = train.run(train.Config(epsilon=3.0, seed=0), images=digits)
+    assert record["results"]["mean"]["accuracy"] > 0.9
+    privacy = record["privacy"]
+    assert 2.9 < privacy["epsilon"] <= 3.0
+    recomputed = accounting.epsilon(
+        privacy["noise_multiplier"], privacy["batch_size"] / privacy["n"], privacy["steps"], privacy["delta"], "rdp"
+    )
+    assert recomputed == privacy["epsilon"]
+    assert privacy["simulation"]
+    ledger.validate(record)
+
+
+def test_more_privacy_costs_accuracy(digits):
+    accuracies = [
+        train.run(replace(SMALL, epsilon=epsilon, epochs=10), images=digits)["results"]["mean"]["accuracy"]
+        for epsilon in (0.05, 8.0)
+    ]
+    assert accuracies[0] + 0.2 < accuracies[1]
+
+
+def test_the_non_private_twin_learns_and_promises_nothing(digits):
+    record = train.run(train.Config(method="sgd", seed=0, epochs=10), images=digits)
+    assert record["results"]["mean"]["accuracy"] > 0.9
+    assert record["privacy"] is None
+
+
+def test_nothing_computed_from_single_examples_is_recorded(digits):
+    text = json.dumps(train.run(SMALL, images=digits))
+    for word in ("loss", "clipped", "fingerprint", digits.fingerprint):
+        assert word not in text.replace("not the training loss", "")
+
+
+def test_a_seed_fixes_every_number_and_no_seed_fixes_none(digits):
+    first, again = (train.run(SMALL, images=digits)["results"] for _ in range(2))
+    assert first == again
+    other = train.run(replace(SMALL, seed=8), images=digits)["results"]
+    assert other != first
+    free = [train.run(replace(SMALL, seed=None), images=digits) for _ in range(2)]
+    assert free[0]["results"] != free[1]["results"]
+    assert not free[0]["privacy"]["simulation"]
+
+
+def test_methods_that_share_a_seed_share_weights_and_batches(digits):
+    runs = [
+        train.Run(train.resolve(replace(SMALL, method=m, epsilon=e)), digits)
+        for m, e in (("sgd", None), ("dp-sgd", 1.0))
+    ]
+    assert torch.equal(*(weights(now) for now in runs))
+    assert torch.equal(*(now.sources["batches"].get_state() for now in runs))
+
+
+def test_the_global_random_state_is_left_alone(digits):
+    state = torch.get_rng_state()
+    train.run(replace(SMALL, epochs=0.5), images=digits)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class StopError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("seed", [7, None])
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(digits, tmp_path, monkeypatch, seed):
+    """Stopped at three places, once before the first checkpoint, then run to its end."""
+    file = tmp_path / "run.ckpt"
+    config = train.resolve(replace(SMALL, seed=seed))
+    whole = train.Run(config, digits)
+    start = {**whole.state_dict(), "model": {k: v.clone() for k, v in whole.model.state_dict().items()}}
+    checkpoint.save(file, start)  # for the unseeded run, too, both start from the same state
+    train.train(whole, None, lambda line: None)
+
+    step = torch.optim.lr_scheduler.LambdaLR.step
+    for stop_at in (3, 8, 13):
+        now = train.Run(config, digits)
+        now.load_state_dict(checkpoint.load(file))
+
+        def crash(self, *args, now=now, stop_at=stop_at, **kwargs):
+            if now.step == stop_at:
+                raise StopError
+            return step(self, *args, **kwargs)
+
+        monkeypatch.setattr(torch.optim.lr_scheduler.LambdaLR, "step", crash)
+        with pytest.raises(StopError):
+            train.train(now, file, lambda line: None)
+        monkeypatch.setattr(torch.optim.lr_scheduler.LambdaLR, "step", step)
+    last = train.Run(config, digits)
+    last.load_state_dict(checkpoint.load(file))
+    assert last.step > 0
+    train.train(last, file, lambda line: None)
+    assert torch.equal(weights(last), weights(whole))
+    assert last.accountant.history == whole.accountant.history
+    assert last.accountant.history[0][2] == last.steps == last.step
+    assert train.evaluate(last) == train.evaluate(whole)
+
+
+def test_resuming_on_other_settings_or_data_is_refused(digits, tmp_path):
+    file = tmp_path / "run.ckpt"
+    train.run(replace(SMALL, epochs=0.5), images=digits, checkpoint_path=file)
+    with pytest.raises(ValueError, match=r"config.lr differ.*replay its noise"):
+        train.run(replace(SMALL, epochs=0.5, lr=0.5), images=digits, checkpoint_path=file)
+    other = replace(digits, x_train=digits.x_train.flip(0))
+    with pytest.raises(ValueError, match=r"another run \(data differ\)"):
+        train.run(replace(SMALL, epochs=0.5), images=other, checkpoint_path=file)
+    same = train.run(replace(SMALL, epochs=0.5), images=digits, checkpoint_path=file)
+    assert same["results"]["resumed_at"] == same["results"]["steps"]
+
+
+def test_the_checkpoint_is_secret_whole_and_not_code(digits, tmp_path):
+    file = tmp_path / "Prüf.ckpt"
+    train.run(replace(SMALL, epochs=0.5), images=digits, checkpoint_path=file)
+    assert file.stat().st_mode & 0o077 == 0
+    content = file.read_bytes()
+    changed = bytearray(content)
+    changed[len(content) // 2] ^= 1
+    for damaged in (content[:-1], content[:40], b"", bytes(changed)):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"is not a whole checkpoint; delete it"):
+            checkpoint.load(file)
+    checkpoint.save(file, {"code": os.system})
+    with pytest.raises(Exception, match="Weights only load failed"):
+        checkpoint.load(file)
+
+
+def test_a_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
+    file = tmp_path / "run.ckpt"
+    checkpoint.save(file, {"step": 1})
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        checkpoint.save(file, {"step": 2})
+    monkeypatch.undo()
+    assert checkpoint.load(file) == {"step": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["run.ckpt"]
+
+
+def test_ctrl_c_ends_cleanly_with_what_there_is_and_the_run_goes_on_later(tmp_path):
+    command = [
+        sys.executable, "-m", "dpivon", "train", "--epochs", "2000", "--seed", "1", "--checkpoint", "c.ckpt",
+    ]  # fmt: skip
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    first = process.stdout.readline()
+    assert first.startswith("epoch")
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    record = ledger.read(tmp_path / "runs.jsonl")[0]
+    steps = record["results"]["steps"]
+    assert record["status"] == "interrupted"
+    assert 0 < steps < round(2000 * 1438 / 256)
+    assert f"interrupted after {steps} steps" in out
+    assert record["privacy"]["steps"] == steps
+    state = checkpoint.load(tmp_path / "c.ckpt")
+    assert state["step"] == steps
+    assert state["history"][0][2] == steps
+
+
+def test_holding_out_never_touches_the_test_set(digits):
+    kept = data.hold_out(digits, 200, seed=0)
+    assert kept.n == digits.n - 200
+    record = train.run(replace(SMALL, holdout=200), images=digits)
+    assert record["privacy"]["n"] == digits.n - 200
+    assert record["results"] != train.run(SMALL, images=digits)["results"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"method": "sgd"}, r"'sgd' is not private, so it takes no epsilon"),
+        ({"noise_multiplier": 1.0}, "epsilon or noise_multiplier, not both"),
+        ({"epsilon": -1.0}, "epsilon must be finite and > 0, got -1.0"),
+        ({"epsilon": None, "noise_multiplier": -1.0}, "noise_multiplier must be finite and >= 0, got -1.0"),
+        ({"delta": 1.5}, r"delta must be in \(0, 1\), got 1.5"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm must be finite and > 0, got 0.0"),
+        ({"batch_size": 10_000}, "got 10000 for 1438 examples"),
+        ({"epochs": 0.0}, "epochs must be finite and > 0, got 0.0"),
+        ({"lr": -1.0}, "lr must be > 0, got -1.0"),
+        ({"model": "lenet"}, "lenet needs images of at least 16 x 16, got 8 x 8"),
+        ({"method": "nonsense"}, "unknown method 'nonsense'"),
+        ({"data": "mnist"}, "unknown data 'mnist'"),
+        ({"accountant": "gdp"}, "accountant must be one of rdp, prv, got 'gdp'"),
+        ({"samples": -1}, "samples must be >= 0"),
+        ({"seed": -1}, "seed must be >= 0, got -1"),
+    ],
+)
+def test_errors_name_value_and_remedy(digits, changes, message):
+    with pytest.raises(ValueError, match=message):
+        train.run(replace(SMALL, **changes), images=digits)
+
+
+@pytest.mark.parametrize("method", ["sgd", "dp-sgd"])
+def test_divergence_is_one_clear_error(digits, method):
+    with pytest.raises(FloatingPointError, match="lower the learning rate"):
+        train.run(train.Config(method=method, lr=1e38, epochs=5, seed=0), images=digits)
+
+
+@pytest.mark.cifar10
+def test_cifar10_learns_something_in_a_fraction_of_an_epoch(cifar10_root):
+    config = train.Config(data="cifar10", epsilon=3.0, epochs=0.5, batch_size=512, seed=0)
+    record = train.run(config, root=cifar10_root)
+    assert record["config"]["model"] == "lenet"
+    assert record["privacy"]["sample_rate"] == 512 / 50_000
+    assert record["results"]["mean"]["accuracy"] > 0.15
