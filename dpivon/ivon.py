@@ -1,0 +1,169 @@
+"""IVON (Improved Variational Online Newton): a Gaussian posterior over the weights, learned at the price of Adam."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpivon.curvature import ESTIMATORS
+
+
+class IVON(torch.optim.Optimizer):
+    """Algorithm 2 of the paper: curvature (2), momentum (3), natural-gradient step (4). Reads `p.grad` alone.
+
+    .. math::
+        h &\\leftarrow \\beta_2 h + (1 - \\beta_2) \\hat h
+            + \\tfrac12 (1 - \\beta_2)^2 \\frac{(h - \\hat h)^2}{h + \\delta_v} \\\\
+        \\bar g &\\leftarrow \\beta_1 \\bar g + (1 - \\beta_1) g \\\\
+        m &\\leftarrow m - \\alpha \\frac{\\bar g / (1 - \\beta_1^t) + \\delta_v m}{h + \\delta_v}
+
+    The parameters hold the mean m; `sampled_params()` is where gradients are taken.
+
+    Parameters
+    ----------
+    params
+        parameters or groups, as for any torch optimizer.
+    lr
+        alpha > 0; with `rescale_lr` times (hess_init + weight_decay), so that it is the first step's length.
+    ess
+        N_ess > 0, the effective sample size: the number of training examples, for a Bayesian posterior.
+    curvature
+        a name in `curvature.ESTIMATORS`.
+    hess_init
+        h at the start, > 0.
+    beta1, beta2
+        decay of momentum and curvature, in [0, 1).
+    weight_decay
+        delta_v >= 0, the damping, which is also the prior's precision divided by N_ess.
+    scale
+        factor of squared-gradient estimators; None is the paper's N_ess, b is consistent without clipping.
+    noise_std
+        standard deviation of the privacy noise in `p.grad`, from `mechanism.noise_std`; 0 without privacy.
+    rescale_lr
+        see `lr`.
+    generator
+        source of the posterior draws; None is torch's global one.
+
+    Raises
+    ------
+    ValueError
+        a hyperparameter is out of range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        ess: float,
+        curvature: str = "noise-corrected",
+        hess_init: float = 0.1,
+        beta1: float = 0.9,
+        beta2: float = 0.995,
+        weight_decay: float = 2e-4,
+        scale: float | None = None,
+        noise_std: float = 0.0,
+        rescale_lr: bool = True,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        for name, value in {
+            "lr": lr,
+            "ess": ess,
+            "hess_init": hess_init,
+            "scale": ess if scale is None else scale,
+        }.items():
+            if not 0 < value < float("inf"):
+                raise ValueError(f"{name} must be finite and > 0, got {value}")
+        for name, value in {"beta1": beta1, "beta2": beta2}.items():
+            if not 0 <= value < 1:
+                raise ValueError(f"{name} must be in [0, 1), got {value}")
+        for name, value in {"weight_decay": weight_decay, "noise_std": noise_std}.items():
+            if not 0 <= value < float("inf"):
+                raise ValueError(f"{name} must be finite and >= 0, got {value}")
+        if curvature not in ESTIMATORS:
+            raise ValueError(f"unknown curvature {curvature!r}; choose one of {', '.join(ESTIMATORS)}")
+        defaults = {
+            "lr": lr, "ess": ess, "hess_init": hess_init, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay,
+            "scale": ess if scale is None else scale, "noise_std": noise_std, "rescale_lr": rescale_lr,
+        }  # fmt: skip
+        super().__init__(params, defaults)
+        self.curvature, self.generator = curvature, generator
+        self.deviations: dict[Tensor, Tensor] = {}
+
+    def trained(self) -> Iterator[tuple[dict[str, Any], Tensor, dict[str, Any]]]:
+        """(group, parameter, its state) of all parameters that learn; a new parameter's state begins at hess_init."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.requires_grad:
+                    state = self.state[p]
+                    if not state:
+                        state.update(step=0, h=torch.full_like(p, group["hess_init"]), momentum=torch.zeros_like(p))
+                    yield group, p, state
+
+    @contextmanager
+    def sampled_params(self) -> Iterator[None]:
+        """Within, the parameters are a draw theta ~ N(m, 1 / (N_ess (h + delta_v))); after, the mean m again.
+
+        Forward and backward belong inside. A backward after it raises, since the parameters were changed in place.
+        """
+        means = {}
+        with torch.no_grad():
+            for group, p, state in self.trained():
+                deviation = torch.randn(p.shape, generator=self.generator, dtype=p.dtype, device=p.device)
+                deviation.div_((state["h"] + group["weight_decay"]).mul_(group["ess"]).sqrt_())
+                means[p], self.deviations[p] = p.clone(), deviation
+                p.add_(deviation)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for p, mean in means.items():
+                    p.copy_(mean)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update curvature, momentum and mean of every parameter that has a gradient.
+
+        Raises
+        ------
+        FloatingPointError
+            a gradient or the new curvature is not finite; nothing has changed.
+        RuntimeError
+            no draw was made since the last step, so `p.grad` was not taken inside `sampled_params()`.
+        """
+        trained = [(group, p, p.grad, state) for group, p, state in self.trained() if p.grad is not None]
+        if any(p not in self.deviations for _, p, _, _ in trained):
+            raise RuntimeError("take the gradient inside `with optimizer.sampled_params():` before step()")
+        if not all(g.isfinite().all() for _, _, g, _ in trained):
+            raise FloatingPointError("a gradient is not finite; nothing was changed: lower the learning rate")
+        estimate = ESTIMATORS[self.curvature]
+        before = [dict(state) for *_, state in trained]
+        for group, p, g, state in trained:
+            state["step"] += 1
+            state["h"] = new_curvature(state["h"], estimate(g, self.deviations[p], state, group), group)
+        if not all(state["h"].isfinite().all() for *_, state in trained):
+            for (*_, state), old in zip(trained, before, strict=True):
+                state.clear()
+                state.update(old)
+            raise FloatingPointError("the curvature overflows; lower ess or scale, or clip to a smaller norm")
+        for group, p, g, state in trained:
+            momentum = state["momentum"].mul_(group["beta1"]).add_(g, alpha=1 - group["beta1"])
+            direction = (momentum / (1 - group["beta1"] ** state["step"])).add_(p, alpha=group["weight_decay"])
+            lr = group["lr"] * (group["hess_init"] + group["weight_decay"] if group["rescale_lr"] else 1)
+            p.addcdiv_(direction, state["h"] + group["weight_decay"], value=-lr)
+        self.deviations.clear()
+
+
+def new_curvature(h: Tensor, h_hat: Tensor, group: dict[str, Any]) -> Tensor:
+    """Equation (2), which keeps h + delta_v > 0 for any h_hat (Lin et al., 2020).
+
+    .. math:: h + \\delta_v \\leftarrow (h + \\delta_v) \\left(1 + u + \\tfrac12 u^2\\right), \\qquad
+        u = (1 - \\beta_2) \\frac{\\hat h - h}{h + \\delta_v}
+
+    This is the paper's form rearranged; the factor is at least one half. The last line guards against rounding alone.
+    """
+    beta2, damping = group["beta2"], group["weight_decay"]
+    new = beta2 * h + (1 - beta2) * h_hat
+    new.addcdiv_((h - h_hat).square_(), h + damping, value=0.5 * (1 - beta2) ** 2)
+    return new.clamp_(min=torch.finfo(h.dtype).tiny - damping * (1 - 1e-6))
