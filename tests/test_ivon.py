@@ -51,26 +51,17 @@ def test_the_authors_implementation_takes_the_same_200_steps(monkeypatch, ours, 
             model = small_cnn()
             optimizer = build(model.parameters())
             SameNoise(patch)
-            context = (
-                optimizer.sampled_params
-                if isinstance(optimizer, IVON)
-                else lambda o=optimizer: o.sampled_params(train=True)
-            )
+            mine = isinstance(optimizer, IVON)
             for t in range(200):
-                with context():
+                with optimizer.sampled_params() if mine else optimizer.sampled_params(train=True):
                     optimizer.zero_grad()
                     F.cross_entropy(model(x[t]), y[t]).backward()
                 optimizer.step()
-        h = (
-            [optimizer.state[p]["h"] for p in model.parameters()]
-            if isinstance(optimizer, IVON)
-            else [optimizer.param_groups[0]["hess"]]
-        )
-        results.append(
-            (torch.cat([p.detach().flatten() for p in model.parameters()]), torch.cat([t.flatten() for t in h]))
-        )
-    for mine, reference in zip(*results, strict=True):
-        torch.testing.assert_close(mine, reference, atol=1e-8, rtol=0)
+        states = [optimizer.state[p]["h"] for p in model.parameters()] if mine else [optimizer.param_groups[0]["hess"]]
+        means = torch.cat([p.detach().flatten() for p in model.parameters()])
+        results.append((means, torch.cat([h.flatten() for h in states])))
+    for got, reference in zip(*results, strict=True):
+        torch.testing.assert_close(got, reference, atol=1e-8, rtol=0)
 
 
 finite = st.floats(-1e6, 1e6)
