@@ -79,7 +79,7 @@ def spent(accountant: IAccountant, delta: float) -> float:
 
 
 def epsilon(noise_multiplier: float, sample_rate: float, steps: int, delta: float, accountant: str = "rdp") -> float:
-    """Epsilon of T steps of the Poisson-subsampled Gaussian mechanism, for neighbours that differ in one added example.
+    """Epsilon of T steps of the Poisson-subsampled Gaussian mechanism, for neighbors that differ in one added example.
 
     Parameters
     ----------
@@ -173,13 +173,13 @@ class PrivacyStatement:
     simulation: bool
 
     unit = "one training example"
-    neighbours = "add or remove one example"
+    neighbors = "add or remove one example"
     sampler = "Poisson"
     released = "every private gradient, and so the weights, the predictions and the test metrics; not the training loss"
 
     def record(self) -> dict[str, Any]:
         """All of it as plain values, for the ledger."""
-        fixed = {"unit": self.unit, "neighbours": self.neighbours, "sampler": self.sampler, "released": self.released}
+        fixed = {"unit": self.unit, "neighbors": self.neighbors, "sampler": self.sampler, "released": self.released}
         return {**asdict(self), **fixed}
 
     def __str__(self) -> str:
@@ -191,7 +191,7 @@ class PrivacyStatement:
         return "\n".join(
             [
                 f"({self.epsilon:.3g}, {self.delta:g})-differential privacy",
-                f"  unit         {self.unit}; neighbours: {self.neighbours}",
+                f"  unit         {self.unit}; neighbors: {self.neighbors}",
                 f"  mechanism    Gaussian, sigma {self.noise_multiplier:.4g}, clipping norm {self.max_grad_norm:g}, "
                 f"{self.steps} steps",
                 f"  sampler      {self.sampler}, q = {self.batch_size:g} / {self.n}",

@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpivon.curvature import noise_corrected
+from dpivon.ivon import new_curvature
+
 State = dict[str, Any]
 Function = Callable[[State, Tensor, dict[str, Any]], Tensor]
 
@@ -35,6 +38,38 @@ def momentum(state: State, g: Tensor, group: dict[str, Any]) -> Tensor:
     return m / (1 - beta1 ** state["step"])
 
 
+def second_moment(state: State, g: Tensor, group: dict[str, Any]) -> Tensor:
+    """Bias-corrected exponential average of the squared gradients. Under privacy it contains the noise's variance.
+
+    .. math:: v_t = \\beta_2 v_{t-1} + (1 - \\beta_2) g_t^2, \\qquad \\hat v_t = \\frac{v_t}{1 - \\beta_2^t}
+    """
+    beta2 = group["beta2"]
+    v = state.setdefault("second_moment", torch.zeros_like(g))
+    v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+    return v / (1 - beta2 ** state["step"])
+
+
+def root(state: State, g: Tensor, group: dict[str, Any]) -> Tensor:
+    """psi of Adam and RMSProp: the root of the second moment, plus lambda."""
+    return second_moment(state, g, group).sqrt_().add_(group["damping"])
+
+
+def corrected_root(state: State, g: Tensor, group: dict[str, Any]) -> Tensor:
+    """psi of DP-AdamBC (Tang et al., 2024): the noise's variance is subtracted before the root.
+
+    .. math:: \\psi_t = \\sqrt{\\max(\\hat v_t - s^2, \\lambda^2)}, \\qquad s = \\sigma_p C / b
+    """
+    v = second_moment(state, g, group)
+    return v.sub_(group["noise_std"] ** 2).clamp_(min=group["damping"] ** 2).sqrt_()
+
+
+def ivon_curvature(state: State, g: Tensor, group: dict[str, Any]) -> Tensor:
+    """psi of DP-IVON-Gradsq: the curvature h + delta_v itself, not its root; lambda is delta_v."""
+    h = state.setdefault("h", torch.full_like(g, group["hess_init"]))
+    state["h"] = h = new_curvature(h, noise_corrected(g, g, state, group), group)
+    return h + group["weight_decay"]
+
+
 def one(state: State, g: Tensor, group: dict[str, Any]) -> Tensor:
     """psi = 1: the same step in every coordinate."""
     return torch.ones((), dtype=g.dtype, device=g.device)
@@ -53,10 +88,16 @@ class Adaptive(torch.optim.Optimizer):
         alpha > 0.
     phi, psi
         ``f(state, g, group) -> Tensor``; `state` is a dict kept for each parameter, with its step count.
-    beta1
-        decay of the momentum, in [0, 1).
+    beta1, beta2
+        decay of the momentum and of the second moment, in [0, 1).
     weight_decay
         at least 0.
+    damping
+        lambda > 0, which keeps psi away from zero.
+    noise_std
+        standard deviation of the privacy noise in `p.grad`, from `mechanism.noise_std`; 0 without privacy.
+    more
+        what else phi and psi read from the group.
 
     Raises
     ------
@@ -71,15 +112,24 @@ class Adaptive(torch.optim.Optimizer):
         phi: Function,
         psi: Function,
         beta1: float = 0.9,
+        beta2: float = 0.999,
         weight_decay: float = 0.0,
+        damping: float = 1e-8,
+        noise_std: float = 0.0,
+        **more: float,
     ) -> None:
         if not lr > 0:
             raise ValueError(f"lr must be > 0, got {lr}")
         if not 0 <= beta1 < 1:
             raise ValueError(f"beta1 must be in [0, 1), got {beta1}; 0 turns momentum off")
-        if not weight_decay >= 0:
-            raise ValueError(f"weight_decay must be >= 0, got {weight_decay}")
-        super().__init__(params, {"lr": lr, "beta1": beta1, "weight_decay": weight_decay})
+        if not 0 <= beta2 < 1:
+            raise ValueError(f"beta2 must be in [0, 1), got {beta2}")
+        if not damping > 0:
+            raise ValueError(f"damping must be > 0, got {damping}")
+        if not (weight_decay >= 0 and noise_std >= 0):
+            raise ValueError(f"weight_decay and noise_std must be >= 0, got {weight_decay} and {noise_std}")
+        defaults = {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "damping": damping}
+        super().__init__(params, {**defaults, "noise_std": noise_std, **more})
         self.phi, self.psi = phi, psi
 
     @contextmanager
@@ -101,8 +151,31 @@ class Adaptive(torch.optim.Optimizer):
 
 
 def sgd(params: Iterable[Any], lr: float, beta1: float = 0.9, weight_decay: float = 0.0) -> Adaptive:
-    """Stochastic gradient descent with normalised momentum; on private gradients, DP-SGD (Abadi et al., 2016).
+    """Stochastic gradient descent with normalized momentum; on private gradients, DP-SGD (Abadi et al., 2016).
 
-    torch's SGD does not normalise: its effective step is lr / (1 - momentum), ours is lr.
+    torch's SGD does not normalize: its effective step is lr / (1 - momentum), ours is lr.
     """
-    return Adaptive(params, lr, momentum, one, beta1, weight_decay)
+    return Adaptive(params, lr, momentum, one, beta1, weight_decay=weight_decay)
+
+
+def adam(params: Iterable[Any], lr: float, **options: float) -> Adaptive:
+    """Adam (Kingma and Ba, 2015); on private gradients, DP-Adam."""
+    return Adaptive(params, lr, momentum, root, **options)
+
+
+def rmsprop(params: Iterable[Any], lr: float, **options: float) -> Adaptive:
+    """RMSProp with bias correction, no momentum; on private gradients, DP-RMSProp."""
+    return Adaptive(params, lr, gradient, root, **options)
+
+
+def adambc(params: Iterable[Any], lr: float, **options: float) -> Adaptive:
+    """DP-AdamBC: Adam whose second moment is corrected for the privacy noise (Tang et al., 2024)."""
+    return Adaptive(params, lr, momentum, corrected_root, **options)
+
+
+def ivon_gradsq(params: Iterable[Any], lr: float, ess: float, hess_init: float = 0.1, **options: float) -> Adaptive:
+    """DP-IVON-Gradsq as a member of the family: `ivon.IVON` takes the same steps, and has the posterior besides.
+
+    Here lr is alpha itself: `ivon.IVON` multiplies it by (hess_init + weight_decay).
+    """
+    return Adaptive(params, lr, momentum, ivon_curvature, ess=ess, scale=ess, hess_init=hess_init, **options)

@@ -303,7 +303,7 @@ def _download(root: Path) -> Path:
         if type(error).__module__.startswith("requests"):
             reason = f"no connection, or a broken one ({type(error).__name__})"
         elif isinstance(error, OSError):
-            reason = f"cannot write there ({error.strerror or error})"
+            reason = f"cannot write there ({error.strerror or type(error).__name__})"
         else:
             reason = "what arrived is not the official file (its hash differs)"
         raise DataError(
@@ -388,7 +388,7 @@ def _read_batch(stream: IO[bytes], where: str, remedy: str) -> tuple[np.ndarray,
 
 
 def _dtype(name: str | bytes, *flags: object) -> np.dtype:
-    # Python 2 wrote the name as bytes and the flags as 0 and 1, which numpy 2.4 warns about.
+    # Python 2 wrote the name as bytes and the flags as 0 and 1, which numpy 2.4.0 to 2.4.4 warn about.
     return np.dtype(name.decode() if isinstance(name, bytes) else name, copy=True)  # type: ignore[call-overload]
 
 

@@ -31,7 +31,7 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 def check_examples_independent(model: nn.Module) -> None:
     """Refuse layers that mix the examples of a batch or store statistics of the data.
 
-    With batch normalisation one example changes every other example's gradient, so no clipping bounds its influence;
+    With batch normalization one example changes every other example's gradient, so no clipping bounds its influence;
     running statistics would leave the model without any noise.
 
     Raises
@@ -55,7 +55,7 @@ def take(x: Any, index: Any) -> Any:
 
 
 def per_example_gradients(model: nn.Module, loss: Loss, x: Any, y: Tensor) -> tuple[list[Tensor], Tensor]:
-    """The gradient of each example's loss, by one vectorised pass.
+    """The gradient of each example's loss, by one vectorized pass.
 
     .. math:: g_i = \\nabla_\\theta \\ell(\\theta; x_i, y_i)
 

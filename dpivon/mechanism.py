@@ -108,7 +108,7 @@ def mechanism(
     max_grad_norm
         C > 0.
     batch_size
-        b, the public expected batch size (never the realised one, which is private).
+        b, the public expected batch size (never the realized one, which is private).
     n
         N, the number of examples; the accountant uses q = b / N exactly.
     accountant

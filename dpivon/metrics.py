@@ -9,7 +9,7 @@ ECE_BINS = 15
 
 
 def check_log_probs(log_probs: Tensor, y: Tensor) -> None:
-    """Raise ValueError unless log_probs is (n, classes), n >= 1, normalised, and y holds n labels of these classes."""
+    """Raise ValueError unless log_probs is (n, classes), n >= 1, normalized, and y holds n labels of these classes."""
     if log_probs.dim() != 2 or len(log_probs) != len(y) or len(y) == 0:
         raise ValueError(
             f"need log_probs (n, classes) and y (n,), n >= 1; got {tuple(log_probs.shape)}, {tuple(y.shape)}"
@@ -17,7 +17,7 @@ def check_log_probs(log_probs: Tensor, y: Tensor) -> None:
     if int(y.min()) < 0 or int(y.max()) >= log_probs.shape[1]:
         raise ValueError(f"labels must be in 0..{log_probs.shape[1] - 1}, got {int(y.min())}..{int(y.max())}")
     if not torch.allclose(log_probs.exp().sum(1), torch.ones((), dtype=log_probs.dtype), atol=1e-3):
-        raise ValueError("log_probs must be normalised; apply log_softmax to logits first")
+        raise ValueError("log_probs must be normalized; apply log_softmax to logits first")
 
 
 def accuracy(log_probs: Tensor, y: Tensor) -> float:
@@ -65,7 +65,7 @@ def evaluate(log_probs: Tensor, y: Tensor) -> dict[str, float]:
     Raises
     ------
     ValueError
-        shapes disagree, labels are out of range, or rows are not normalised.
+        shapes disagree, labels are out of range, or rows are not normalized.
     """
     check_log_probs(log_probs, y)
     return {

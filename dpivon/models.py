@@ -91,7 +91,7 @@ MODELS: dict[str, Callable[[Shape, int], nn.Module]] = {"mlp": mlp, "lenet": len
 
 
 def build(name: str, shape: Shape, classes: int, seed: int | None = None) -> nn.Module:
-    """The network `name`, initialised as torch does, from `seed` when one is given.
+    """The network `name`, initialized as torch does, from `seed` when one is given.
 
     The initial weights do not depend on data, so they cost no privacy. The global random state is left as it was.
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-# Okabe and Ito's palette (2008), which readers with any colour vision can tell apart, on white; yellow is left out.
+# Okabe and Ito's palette (2008), which readers with any color vision can tell apart, on white; yellow is left out.
 COLORS = {
     "blue": "#0072b2",
     "orange": "#d55e00",

@@ -25,14 +25,14 @@ RECIPE = 1
 
 # What each data set uses where the configuration is silent. Chosen on public data; see chapter 2.
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "digits": {"model": "mlp", "batch_size": 256, "epochs": 30, "max_grad_norm": 1.0, "lr": 2.0},
-    "cifar10": {"model": "lenet", "batch_size": 1024, "epochs": 10, "max_grad_norm": 1.0, "lr": 4.0},
+    "digits": {"model": "mlp", "batch_size": 256, "epochs": 30, "max_grad_norm": 1.0},
+    "cifar10": {"model": "lenet", "batch_size": 512, "epochs": 10, "max_grad_norm": 1.0},
 }
 
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that determines the numbers of a run. A field left at None takes its data set's default.
+    """Everything that determines the numbers of a run. A field left at None takes its data set's or method's default.
 
     Parameters
     ----------
@@ -59,13 +59,21 @@ class Config:
     lr
         alpha, the learning rate at the first step.
     beta1
-        decay of the normalised momentum.
+        decay of the normalized momentum.
+    beta2
+        decay of the second moment or of the curvature.
     schedule
         'cosine' to zero, or 'constant'.
     weight_decay
-        strength of the Gaussian prior's term, added after the noise.
+        strength of the Gaussian prior's term, added after the noise; delta_v of IVON.
+    damping
+        lambda, which keeps the preconditioner of Adam's relatives away from zero.
+    hess_init
+        IVON's curvature h at the start.
+    ess
+        N_ess, IVON's effective sample size; N where it is not given.
     samples
-        posterior draws to average in prediction, besides the prediction at the mean.
+        posterior draws to average in prediction, besides the prediction at the mean; 0 for none.
     holdout
         evaluate on this many training examples, left out of training, instead of the test set (for tuning).
     seed
@@ -83,10 +91,14 @@ class Config:
     batch_size: int | None = None
     epochs: float | None = None
     lr: float | None = None
-    beta1: float = 0.9
+    beta1: float | None = None
+    beta2: float | None = None
     schedule: Literal["cosine", "constant"] = "cosine"
-    weight_decay: float = 0.0
-    samples: int = 0
+    weight_decay: float | None = None
+    damping: float | None = None
+    hess_init: float | None = None
+    ess: float | None = None
+    samples: int | None = None
     holdout: int = 0
     seed: int | None = None
 
@@ -99,14 +111,20 @@ def resolve(config: Config) -> Config:
     ValueError
         unknown names, or settings that exclude each other.
     """
-    private = get(config.method).private
+    method = get(config.method)
+    private = method.private
     if config.data not in DEFAULTS:
         raise ValueError(f"unknown data {config.data!r}; choose one of {', '.join(DEFAULTS)}")
     if not private and (config.epsilon is not None or config.noise_multiplier is not None):
         raise ValueError(f"{config.method!r} is not private, so it takes no epsilon or noise_multiplier; try 'dp-sgd'")
     if config.epsilon is not None and config.noise_multiplier is not None:
         raise ValueError("give epsilon or noise_multiplier, not both: one follows from the other")
-    filled = {name: value for name, value in DEFAULTS[config.data].items() if getattr(config, name) is None}
+    foreign = {"beta1", "beta2", "weight_decay", "damping", "hess_init", "ess"} - set(method.settings)
+    unread = sorted(name for name in foreign if getattr(config, name) is not None)
+    if unread:
+        raise ValueError(f"{config.method!r} does not read {', '.join(unread)}; it reads {', '.join(method.settings)}")
+    defaults = {"samples": 0, **DEFAULTS[config.data], "lr": method.lr[config.data], **method.defaults}
+    filled = {name: value for name, value in defaults.items() if getattr(config, name) is None}
     if private and config.epsilon is None and config.noise_multiplier is None:
         filled["epsilon"] = 3.0
     config = replace(config, **filled)
@@ -175,11 +193,15 @@ class Run:
         self.config, self.images, self.step = config, images, 0
         mechanism.check_batch_size(config.batch_size, images.n)
         self.steps = max(1, round(config.epochs * images.n / config.batch_size))
-        self.sources = {name: source(config.seed, name) for name in ("weights", "batches", "noise", "layers")}
+        purposes = ("weights", "batches", "noise", "layers", "posterior")
+        self.sources = {name: source(config.seed, name) for name in purposes}
         self.model = models.build(config.model, images.shape, images.classes, self.sources["weights"].initial_seed())
-        self.optimizer = method.optimizer(
-            self.model.parameters(), lr=config.lr, beta1=config.beta1, weight_decay=config.weight_decay
-        )
+        settings = {name: getattr(config, name) for name in method.settings}
+        if "ess" in settings and config.ess is None:
+            settings["ess"] = float(images.n)
+        self.optimizer = method.optimizer(self.model.parameters(), lr=config.lr, **settings)
+        self.optimizer.generator = self.sources["posterior"]  # where a method draws, it draws from here
+        self.trace: list[dict[str, float]] = []
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.lr_factor)
         self.accountant = accounting.new_accountant(config.accountant)
         self.dp = None
@@ -200,6 +222,8 @@ class Run:
                 accountant=self.accountant,
                 generator=self.sources["noise"],
             )
+            for group in self.optimizer.param_groups:
+                group["noise_std"] = mechanism.noise_std(self.dp)
 
     def lr_factor(self, step: int) -> float:
         """The learning rate's factor at a step: a half cosine from 1 to 0, or 1."""
@@ -239,6 +263,7 @@ class Run:
             "history": [list(entry) for entry in self.accountant.history],
             "sources": {name: generator.get_state() for name, generator in self.sources.items()},
             "layers": torch.get_rng_state(),
+            "trace": self.trace,
             "identity": self.identity(),
         }
 
@@ -276,6 +301,7 @@ class Run:
         for name, saved in state["sources"].items():
             self.sources[name].set_state(saved)
         torch.set_rng_state(state["layers"])
+        self.trace = state["trace"]
 
 
 def run(
@@ -336,7 +362,7 @@ def run(
         "status": "finished" if finished else "interrupted",
         "config": asdict(config),
         "privacy": None if privacy is None else privacy.record(),
-        "results": {**results, "steps": now.step, "resumed_at": steps_before},
+        "results": {**results, "trace": now.trace, "steps": now.step, "resumed_at": steps_before},
         "code": ledger.code_state(),
         "seconds": round(seconds, 2),
         **ledger.environment(),
@@ -365,6 +391,7 @@ def train(now: Run, checkpoint_path: str | Path | None, say: Callable[[str], Non
             seen, losses = seen + 1, losses + diagnostics.loss
             last = now.step == now.steps or interrupted()
             if int(now.epoch(now.step)) > int(now.epoch(now.step - 1)) or last:
+                now.trace += curvature_trace(now)
                 if checkpoint_path is not None:
                     checkpoint.save(checkpoint_path, now.state_dict())
                 speed = seen * config.batch_size / (time.perf_counter() - begin)
@@ -380,11 +407,38 @@ def train(now: Run, checkpoint_path: str | Path | None, say: Callable[[str], Non
     return now.step == now.steps
 
 
+def curvature_trace(now: Run) -> list[dict[str, float]]:
+    """What the curvature and the last private gradient say at this step; empty for a method without curvature.
+
+    `zero_fraction` is the share of coordinates whose square is below the noise's variance, so that the paper's estimate
+    is zero; `effective_step` is the gradient's median factor in a step, before the schedule. All post-processing.
+    """
+    pairs = [(p, state["h"]) for p, state in now.optimizer.state.items() if "h" in state]
+    if not pairs:
+        return []
+    group = now.optimizer.param_groups[0]
+    h = torch.cat([h.flatten() for _, h in pairs])
+    g = torch.cat([p.grad.flatten() for p, _ in pairs])
+    assert now.config.lr is not None
+    return [
+        {
+            "step": now.step,
+            "zero_fraction": float((g.square() <= group["noise_std"] ** 2).double().mean()),
+            "h_mean": float(h.mean()),
+            "h_median": float(h.median()),
+            "effective_step": now.config.lr
+            * (group["hess_init"] + group["weight_decay"])
+            / (float(h.median()) + group["weight_decay"]),
+        }
+    ]
+
+
 def evaluate(now: Run) -> dict[str, dict[str, float]]:
     """Metrics on the public test set: at the mean, and averaged over posterior draws when the run asks for them."""
     images, samples = now.images, now.config.samples
     if not all(p.isfinite().all() for p in now.model.parameters()):
         raise FloatingPointError("the weights are not finite: training diverged; lower the learning rate")
+    assert samples is not None
     results = {"mean": metrics.evaluate(predict.log_probs(now.model, images.x_test), images.y_test)}
     if samples:
         averaged = predict.log_probs(now.model, images.x_test, now.optimizer, samples)

@@ -64,8 +64,8 @@ def test_impossible_certainty_costs_infinity():
         (P.log(), LABELS[:3], "need log_probs"),
         (P.log()[:0], LABELS[:0], "n >= 1"),
         (P.log(), torch.tensor([0, 1, 3, 2]), r"labels must be in 0..2, got 0..3"),
-        (P, LABELS, "normalised; apply log_softmax"),
-        (torch.full((4, 3), float("nan")), LABELS, "normalised"),
+        (P, LABELS, "normalized; apply log_softmax"),
+        (torch.full((4, 3), float("nan")), LABELS, "normalized"),
     ],
 )
 def test_errors_name_value_and_remedy(log_probs, y, message):

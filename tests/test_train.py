@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dpivon import accounting, checkpoint, data, ledger, train
+from dpivon import accounting, checkpoint, data, ledger, methods, train
 
 SMALL = train.Config(data="digits", epsilon=3.0, epochs=3, seed=7)
 
@@ -195,9 +195,35 @@ def test_holding_out_never_touches_the_test_set(digits):
     assert record["results"] != train.run(SMALL, images=digits)["results"]
 
 
+@pytest.mark.parametrize("name", list(methods.METHODS))
+def test_every_method_runs_by_name_and_records_what_it_promises(digits, name):
+    private = methods.get(name).private
+    record = train.run(replace(SMALL, method=name, epsilon=3.0 if private else None), images=digits)
+    ledger.validate(record)
+    assert record["results"]["mean"]["accuracy"] > 0.1
+    assert (record["privacy"] is not None) == private
+    assert ("samples" in record["results"]) == ("ivon" in name)
+    for entry in record["results"]["trace"]:
+        assert set(entry) == {"step", "zero_fraction", "h_mean", "h_median", "effective_step"}
+        assert entry["h_mean"] > 0
+    assert bool(record["results"]["trace"]) == ("ivon" in name)
+
+
+def test_at_strong_privacy_two_thirds_of_the_coordinates_are_below_the_noise(digits):
+    """Pure noise gives P(z^2 < 1) = 0.6827; the estimate's floor is 2 phi(1) N sigma^2 C^2 / b^2 and not zero."""
+    config = train.Config(method="dp-ivon-gradsq", epsilon=0.2, beta2=0.97, seed=0)
+    record = train.run(config, images=digits)
+    last, p = record["results"]["trace"][-1], record["privacy"]
+    assert last["zero_fraction"] == pytest.approx(0.6827, abs=0.03)
+    floor = 0.4839 * p["n"] * (p["noise_multiplier"] * p["max_grad_norm"] / p["batch_size"]) ** 2
+    assert last["h_mean"] == pytest.approx(floor, rel=0.25)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"beta2": 0.9}, "'dp-sgd' does not read beta2; it reads beta1, weight_decay"),
+        ({"method": "dp-ivon-gradsq", "damping": 1e-3}, "'dp-ivon-gradsq' does not read damping"),
         ({"method": "sgd"}, r"'sgd' is not private, so it takes no epsilon"),
         ({"noise_multiplier": 1.0}, "epsilon or noise_multiplier, not both"),
         ({"epsilon": -1.0}, "epsilon must be finite and > 0, got -1.0"),
