@@ -4,6 +4,7 @@ import warnings
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 from opacus.accountants import PRVAccountant, RDPAccountant
 from opacus.accountants.accountant import IAccountant
 from opacus.accountants.utils import get_noise_multiplier
@@ -75,7 +76,8 @@ def spent(accountant: IAccountant, delta: float) -> float:
         with warnings.catch_warnings():  # at the last order the bound is loose, and still a bound
             warnings.filterwarnings("ignore", message="Optimal order", category=UserWarning)
             return float(accountant.get_epsilon(delta=delta, alphas=RDP_ORDERS))
-    return float(accountant.get_epsilon(delta=delta))
+    with np.errstate(divide="ignore"):  # at q = 1 Opacus computes log(1 - q), and does not use it
+        return float(accountant.get_epsilon(delta=delta))
 
 
 def epsilon(noise_multiplier: float, sample_rate: float, steps: int, delta: float, accountant: str = "rdp") -> float:
@@ -129,7 +131,7 @@ def noise_for(epsilon: float, sample_rate: float, steps: int, delta: float, acco
     if steps < 1:
         raise ValueError(f"steps must be at least 1 to spend a budget, got {steps}")
     new_accountant(accountant)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), np.errstate(divide="ignore"):
         warnings.filterwarnings("ignore", message="Optimal order", category=UserWarning)
         sigma = get_noise_multiplier(  # by steps: with `epochs` Opacus would round their number down
             target_epsilon=epsilon,
