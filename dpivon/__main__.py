@@ -1,4 +1,4 @@
-"""The command line: ``python -m dpivon train | epsilon | bench``."""
+"""The command line of dpivon: train, epsilon, bench."""
 
 import sys
 from collections.abc import Callable
@@ -34,14 +34,15 @@ class Train:
     checkpoint: Path | None = None
 
     def __call__(self) -> None:
+        train.check_writable(self.ledger)
         record = train.run(
             self.config,
             root=self.root,
-            ledger_path=self.ledger,
             checkpoint_path=self.checkpoint,
             report=lambda line: print(line, flush=True),
         )
-        print(summary(record))
+        print(summary(record), flush=True)  # first: a full disk must not hide the results
+        ledger.append(self.ledger, record)
         print(f"recorded in {self.ledger} as {record['key']}")
 
 
@@ -124,7 +125,8 @@ def main() -> None:
     try:
         command()
     except (ValueError, OSError, FloatingPointError, ledger.LedgerError) as error:
-        sys.exit(f"dpivon: {error}")
+        print(f"dpivon: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

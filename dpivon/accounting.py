@@ -1,13 +1,16 @@
 """Between noise and epsilon, by Opacus' accountants; and the sentence that states what a run's epsilon means."""
 
+import math
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from opacus.accountants import PRVAccountant, RDPAccountant
 from opacus.accountants.accountant import IAccountant
-from opacus.accountants.utils import get_noise_multiplier
+from opacus.accountants.utils import MAX_SIGMA, get_noise_multiplier
 
 # Opacus stops at order 63, where no epsilon below about 0.1 can be reported at delta = 1e-5.
 RDP_ORDERS = [
@@ -58,6 +61,15 @@ def check(sample_rate: float, steps: int, delta: float) -> None:
         raise ValueError(f"delta must be in (0, 1), got {delta}; a value well below 1 / n is usual")
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence two warnings of Opacus that change nothing: at its last order RDP's bound is loose, and still a bound;
+    at q = 1 PRV computes log(1 - q), and does not use it."""
+    with warnings.catch_warnings(), np.errstate(divide="ignore"):
+        warnings.filterwarnings("ignore", message="Optimal order", category=UserWarning)
+        yield
+
+
 def spent(accountant: IAccountant, delta: float) -> float:
     """The epsilon of an accountant's history so far; infinite where a step had no noise.
 
@@ -72,12 +84,9 @@ def spent(accountant: IAccountant, delta: float) -> float:
         return 0.0
     if any(sigma == 0 for sigma, _, _ in accountant.history):  # PRV fails here
         return float("inf")
-    if isinstance(accountant, RDPAccountant):
-        with warnings.catch_warnings():  # at the last order the bound is loose, and still a bound
-            warnings.filterwarnings("ignore", message="Optimal order", category=UserWarning)
-            return float(accountant.get_epsilon(delta=delta, alphas=RDP_ORDERS))
-    with np.errstate(divide="ignore"):  # at q = 1 Opacus computes log(1 - q), and does not use it
-        return float(accountant.get_epsilon(delta=delta))
+    orders = {"alphas": RDP_ORDERS} if isinstance(accountant, RDPAccountant) else {}
+    with quiet():
+        return float(accountant.get_epsilon(delta=delta, **orders))
 
 
 def epsilon(noise_multiplier: float, sample_rate: float, steps: int, delta: float, accountant: str = "rdp") -> float:
@@ -110,6 +119,11 @@ def epsilon(noise_multiplier: float, sample_rate: float, steps: int, delta: floa
     return spent(history, delta)
 
 
+def least_epsilon(sample_rate: float, steps: int, delta: float, accountant: str = "rdp") -> float:
+    """The epsilon of the largest noise multiplier that Opacus searches: no budget below it can be met."""
+    return epsilon(MAX_SIGMA, sample_rate, steps, delta, accountant)
+
+
 def noise_for(epsilon: float, sample_rate: float, steps: int, delta: float, accountant: str = "rdp") -> float:
     """The noise multiplier whose T steps cost at most epsilon, and at least epsilon - 0.01 (or 1% of it, if smaller).
 
@@ -131,8 +145,12 @@ def noise_for(epsilon: float, sample_rate: float, steps: int, delta: float, acco
     if steps < 1:
         raise ValueError(f"steps must be at least 1 to spend a budget, got {steps}")
     new_accountant(accountant)
-    with warnings.catch_warnings(), np.errstate(divide="ignore"):
-        warnings.filterwarnings("ignore", message="Optimal order", category=UserWarning)
+    if epsilon < least_epsilon(sample_rate, steps, delta, accountant):
+        raise ValueError(
+            f"no noise multiplier below {MAX_SIGMA:g} reaches epsilon {epsilon} in {steps} steps at delta {delta:g}; "
+            "take fewer steps, or a larger epsilon or delta"
+        )
+    with quiet():
         sigma = get_noise_multiplier(  # by steps: with `epochs` Opacus would round their number down
             target_epsilon=epsilon,
             target_delta=delta,
@@ -190,9 +208,12 @@ class PrivacyStatement:
             if self.simulation
             else "from the operating system's entropy, by torch's generator, which is not cryptographic"
         )
+        if self.epsilon == math.inf:
+            return "no differential privacy: the noise multiplier is 0"
+        rounded = math.ceil(self.epsilon * 1000) / 1000  # up: a smaller number would promise more than was kept
         return "\n".join(
             [
-                f"({self.epsilon:.3g}, {self.delta:g})-differential privacy",
+                f"({rounded:g}, {self.delta:g})-differential privacy",
                 f"  unit         {self.unit}; neighbors: {self.neighbors}",
                 f"  mechanism    Gaussian, sigma {self.noise_multiplier:.4g}, clipping norm {self.max_grad_norm:g}, "
                 f"{self.steps} steps",

@@ -71,7 +71,6 @@ def append(path: str | Path, record: Mapping[str, Any]) -> None:
     """
     validate(record)
     line = (json.dumps(dict(record), sort_keys=True, allow_nan=True) + "\n").encode()
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         end = file.seek(0, os.SEEK_END)

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import os
 import signal
 import threading
 import time
@@ -39,25 +40,25 @@ class Config:
     data
         'digits' (embedded in scikit-learn) or 'cifar10'.
     model
-        'mlp', 'lenet' or 'tanh_cnn'.
+        'mlp', 'lenet' or 'tanh_cnn'; digits: mlp, cifar10: lenet.
     method
         a name in `methods.METHODS`; those that begin with 'dp-' are private.
     epsilon
-        the budget, from which the noise multiplier follows; 3 when neither is given.
+        the budget, from which the noise multiplier follows; 3 where neither is given.
     noise_multiplier
         sigma_p itself, instead of a budget.
     delta
-        delta_p, well below one over the number of examples.
+        delta_p, below one over the number of examples.
     accountant
         'rdp' or 'prv' (tighter).
     max_grad_norm
-        C, the clipping norm of one example's gradient.
+        C, the clipping norm of one example's gradient; digits and cifar10: 1.
     batch_size
-        b, the expected batch size; each example joins a batch with probability q = b / N.
+        b, the expected batch size; each example joins a batch with probability q = b / N. digits: 256, cifar10: 512.
     epochs
-        passes over the data, in expectation; T = round(epochs / q) steps.
+        passes over the data, in expectation; T = round(epochs / q) steps. digits: 30, cifar10: 10.
     lr
-        alpha, the learning rate at the first step.
+        alpha, the learning rate at the first step; dp-sgd on digits: 2, on cifar10: 4 (see `methods` for the others).
     beta1
         decay of the normalized momentum.
     beta2
@@ -129,6 +130,9 @@ def resolve(config: Config) -> Config:
         filled["epsilon"] = 3.0
     config = replace(config, **filled)
     assert config.epochs is not None
+    assert config.samples is not None
+    if config.samples < 0 or config.holdout < 0:
+        raise ValueError(f"samples and holdout must be >= 0, got {config.samples} and {config.holdout}")
     if not 0 < config.epochs < math.inf:
         raise ValueError(f"epochs must be finite and > 0, got {config.epochs}")
     if config.seed is not None and config.seed < 0:
@@ -341,8 +345,17 @@ def run(
     config = resolve(config)
     say = report or (lambda line: None)
     images = images if images is not None else data.load(config.data, root)
+    if config.holdout >= images.n:
+        raise ValueError(f"holdout must be below the {images.n} training examples, got {config.holdout}")
     if config.holdout:
         images = data.hold_out(images, config.holdout, seed=0)
+    if get(config.method).private and config.delta * images.n >= 1:
+        raise ValueError(
+            f"delta must be below 1 / n = {1 / images.n:.2g}, got {config.delta:g}: a larger one would allow "
+            "publishing somebody's example"
+        )
+    for path in (ledger_path, checkpoint_path):
+        check_writable(path)
     with torch.random.fork_rng(devices=[]):  # dropout draws from the global state; leave the caller's as it was
         now = Run(config, images)
         torch.manual_seed(now.sources["layers"].initial_seed())
@@ -370,6 +383,17 @@ def run(
     if ledger_path is not None:
         ledger.append(ledger_path, record)
     return record
+
+
+def check_writable(path: str | Path | None) -> None:
+    """Raise OSError, before hours are spent, when `path` cannot be written."""
+    if path is None:
+        return
+    folder = Path(path).resolve().parent
+    if not folder.is_dir():
+        raise OSError(f"the folder {folder} does not exist; create it, or choose another place for {Path(path).name}")
+    if not os.access(path if Path(path).exists() else folder, os.W_OK):
+        raise OSError(f"{path} cannot be written; choose another place")
 
 
 def train(now: Run, checkpoint_path: str | Path | None, say: Callable[[str], None]) -> bool:

@@ -11,7 +11,7 @@ from dpivon import ledger
 
 @pytest.fixture
 def dpivon(tmp_path, monkeypatch, capsys):
-    """Run the command line inside this process; (exit status or message, standard output)."""
+    """Run the command line inside this process; (exit status, standard output or error)."""
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments):
@@ -21,7 +21,8 @@ def dpivon(tmp_path, monkeypatch, capsys):
             status = 0
         except SystemExit as end:
             status = end.code
-        return status, capsys.readouterr().out
+        printed = capsys.readouterr()
+        return status, printed.out if status == 0 else printed.err
 
     return call
 
@@ -53,17 +54,20 @@ def test_epsilon_converts_both_ways_with_both_accountants(dpivon):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "--method", "sgdd"], "dpivon: unknown method 'sgdd'; choose one of sgd, dp-sgd"),
+        (["train", "--method", "sgdd"], "dpivon: unknown method 'sgdd'; choose one of sgd, adam, ivon, dp-sgd"),
         (["train", "--max-grad-norm", "0"], "dpivon: max_grad_norm must be finite and > 0, got 0.0"),
         (["epsilon"], "dpivon: give either --noise-multiplier"),
         (["epsilon", "--epsilon", "1", "--batch-size", "0"], "dpivon: need 0 < batch-size <= n"),
-        (["train", "--ledger", "/proc/none/runs.jsonl", "--epochs", "0.1"], "dpivon: "),
+        (["train", "--ledger", "none/runs.jsonl"], "dpivon: the folder "),
+        (["train", "--checkpoint", "none/run.ckpt"], "dpivon: the folder "),
+        (["train", "--epsilon", "1e-7"], "dpivon: no noise multiplier below 1e+06 reaches epsilon 1e-07"),
     ],
 )
 def test_errors_are_one_line(arguments, message, dpivon):
-    status, _ = dpivon(*arguments)
-    assert str(status).startswith(message)
-    assert "\n" not in str(status)
+    status, err = dpivon(*arguments)
+    assert status == 2
+    assert err.startswith(message)
+    assert err.count("\n") == 1
 
 
 def test_bench_prints_ratios_for_every_engine(dpivon):

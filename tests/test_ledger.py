@@ -27,7 +27,7 @@ def record(seed=0):
 
 
 def test_what_is_written_is_read_back(tmp_path):
-    file = tmp_path / "deep" / "läufe.jsonl"
+    file = tmp_path / "läufe.jsonl"
     for seed in range(3):
         ledger.append(file, record(seed))
     records = ledger.read(file)

@@ -228,7 +228,7 @@ def test_at_strong_privacy_two_thirds_of_the_coordinates_are_below_the_noise(dig
         ({"noise_multiplier": 1.0}, "epsilon or noise_multiplier, not both"),
         ({"epsilon": -1.0}, "epsilon must be finite and > 0, got -1.0"),
         ({"epsilon": None, "noise_multiplier": -1.0}, "noise_multiplier must be finite and >= 0, got -1.0"),
-        ({"delta": 1.5}, r"delta must be in \(0, 1\), got 1.5"),
+        ({"delta": 1.5}, r"delta must be below 1 / n"),
         ({"max_grad_norm": 0.0}, "max_grad_norm must be finite and > 0, got 0.0"),
         ({"batch_size": 10_000}, "got 10000 for 1438 examples"),
         ({"epochs": 0.0}, "epochs must be finite and > 0, got 0.0"),
@@ -237,7 +237,9 @@ def test_at_strong_privacy_two_thirds_of_the_coordinates_are_below_the_noise(dig
         ({"method": "nonsense"}, "unknown method 'nonsense'"),
         ({"data": "mnist"}, "unknown data 'mnist'"),
         ({"accountant": "gdp"}, "accountant must be one of rdp, prv, got 'gdp'"),
-        ({"samples": -1}, "samples must be >= 0"),
+        ({"samples": -1}, "samples and holdout must be >= 0, got -1"),
+        ({"holdout": 5000}, "holdout must be below the 1438 training examples, got 5000"),
+        ({"delta": 1e-3}, r"delta must be below 1 / n = 0.0007, got 0.001"),
         ({"seed": -1}, "seed must be >= 0, got -1"),
     ],
 )
@@ -249,7 +251,26 @@ def test_errors_name_value_and_remedy(digits, changes, message):
 @pytest.mark.parametrize("method", ["sgd", "dp-sgd"])
 def test_divergence_is_one_clear_error(digits, method):
     with pytest.raises(FloatingPointError, match="lower the learning rate"):
-        train.run(train.Config(method=method, lr=1e38, epochs=5, seed=0), images=digits)
+        train.run(train.Config(method=method, lr=1e38, max_grad_norm=100.0, epochs=5, seed=0), images=digits)
+
+
+def test_the_documented_defaults_are_the_real_ones():
+    text = " ".join(train.Config.__doc__.split())
+    for part in (
+        "digits: {0[model]}, cifar10: {1[model]}.", "digits and cifar10: {0[max_grad_norm]:g}.",
+        "digits: {0[batch_size]}, cifar10: {1[batch_size]}.", "digits: {0[epochs]}, cifar10: {1[epochs]}.",
+    ):  # fmt: skip
+        assert part.format(*train.DEFAULTS.values()) in text
+    lr = methods.get("dp-sgd").lr
+    assert f"dp-sgd on digits: {lr['digits']:g}, on cifar10: {lr['cifar10']:g}" in text
+    assert train.resolve(train.Config()).epsilon == 3
+
+
+def test_a_statement_rounds_epsilon_up_and_says_when_there_is_none():
+    arguments = {"max_grad_norm": 1.0, "batch_size": 100, "n": 10_000, "simulation": True}
+    said = accounting.statement(1.1, 400, 1e-5, **arguments)
+    assert float(str(said).split(",")[0][1:]) >= said.epsilon
+    assert str(accounting.statement(0.0, 400, 1e-5, **arguments)).startswith("no differential privacy")
 
 
 @pytest.mark.cifar10
