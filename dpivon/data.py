@@ -27,6 +27,7 @@ from PIL import Image
 from torch import Tensor
 
 NAMES = ("digits", "cifar10")
+#: The ten classes, in the order of their labels.
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 _URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"

@@ -1,0 +1,165 @@
+"""What the README and the setup page tell a reader to type works, and what they show is what comes out."""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import tyro
+
+from dpivon import __main__ as command_line
+from dpivon import bench, ledger, train
+from dpivon.methods import METHODS
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SETUP = (ROOT / "book" / "setup.md").read_text(encoding="utf-8")
+INTRO = (ROOT / "book" / "intro.md").read_text(encoding="utf-8")
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """The code blocks of a Markdown page in one language, without the indentation they have in a list."""
+    found = re.findall(rf"^( *)```{language}\n(.*?)^ *```$", page, flags=re.DOTALL | re.MULTILINE)
+    return [re.sub(f"^{indent}", "", text, flags=re.MULTILINE) for indent, text in found]
+
+
+def commands() -> list[list[str]]:
+    """Each shell command of the pages, as words; settings before a command are left out."""
+    lines = "\n".join(text for page in (README, SETUP, INTRO) for text in blocks(page, "bash")).splitlines()
+    words = [shlex.split(line, comments=True) for line in lines]
+    return [[w for i, w in enumerate(line) if "=" not in w or i > 0] for line in words if line]
+
+
+def dpivon_commands() -> list[list[str]]:
+    return [words[3:] for words in commands() if words[:3] == ["python", "-m", "dpivon"]]
+
+
+def run_python(text: str) -> dict:
+    namespace: dict = {"__name__": "readme"}
+    torch.manual_seed(0)
+    exec(compile(text, "README.md", "exec"), namespace)
+    return namespace
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["adaptive.sgd(model.parameters(), lr=1.0)", "torch.optim.Adam(model.parameters())"]
+)
+def test_the_code_of_the_readme_trains_a_private_model(optimizer, capsys):
+    (text,) = blocks(README, "python")
+    lines = [line for line in text.splitlines() if line and "import" not in line]
+    assert len(lines) <= 15
+    assert text.count("adaptive.sgd(model.parameters(), lr=1.0)") == 1
+    n = run_python(text.replace("adaptive.sgd(model.parameters(), lr=1.0)", optimizer))
+    right = (n["model"](n["x"]).argmax(1) == n["y"]).double().mean()
+    assert right > 0.6, "it should learn three classes that a linear model can tell apart"
+    printed = capsys.readouterr().out
+    epsilon = float(re.match(r"\(([\d.]+), 1e-05\)-differential privacy", printed)[1])
+    assert 2.9 < epsilon <= 3.0
+    assert "q = 200 / 2000" in printed
+
+
+def test_each_make_target_exists():
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    named = {words[1] for words in commands() if words[0] == "make"}
+    named |= set(re.findall(r"`make ([a-z]+)[` ]", README + SETUP + INTRO))
+    assert named >= {"book", "test", "help"}
+    assert named <= set(targets)
+
+
+def test_each_dpivon_command_is_understood():
+    found = dpivon_commands()
+    assert {words[0] for words in found} >= {"train", "epsilon"}
+    for words in found:
+        parsed = tyro.extras.subcommand_cli_from_dict(command_line.COMMANDS, args=words)
+        if isinstance(parsed, command_line.Train):
+            assert train.resolve(parsed.config).epochs > 0
+    # The benchmark stands in a sentence.
+    options = re.search(r"`(--models lenet --batch-sizes 128)`", SETUP)[1].split()
+    assert tyro.cli(bench.Bench, args=options).batch_sizes == (128,)
+
+
+@pytest.fixture
+def output(tmp_path, monkeypatch, capsys):
+    """Run `python -m dpivon` inside this process; what it printed, line by line."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["dpivon", *words])
+        command_line.main()
+        return capsys.readouterr().out.splitlines()
+
+    return call
+
+
+def test_the_run_shown_in_setup_is_the_run_that_happens(output):
+    assert "python -m dpivon train --seed 0\n" in SETUP
+    (text,) = blocks(SETUP, "text")
+    shown = [line for line in text.splitlines() if line != "..."]
+    printed = output("train", "--seed", "0")
+    # Speed and seconds belong to the machine; the key changes with every new setting.
+    mask = r"[\d,]+(?= images/s| s$)|(?<= as )[0-9a-f]{16}$"
+    masked = [[re.sub(mask, "#", line) for line in lines] for lines in (shown, printed)]
+    assert len(masked[0]) > 10
+    number = r"\d+\.\d+"
+    for line in masked[0]:
+        if line.startswith(("epoch", "test set")):
+            # The last digits differ from machine to machine, because sums are rounded in another order.
+            same = [other for other in masked[1] if re.sub(number, "#", other) == re.sub(number, "#", line)]
+            values = [[float(v) for v in re.findall(number, text)] for text in (line, *same)]
+            assert any(other == pytest.approx(values[0], abs=0.03) for other in values[1:]), line
+        else:
+            assert line in masked[1]
+    assert printed[-1].split()[-1] == ledger.read("runs.jsonl")[0]["key"]
+
+
+def test_the_epsilon_command_of_setup_finds_the_noise_of_that_run(output):
+    (words,) = [words for words in dpivon_commands() if words[0] == "epsilon" and "--n" in words]
+    rdp = next(line for line in output(*words) if line.startswith("RDP"))
+    sigma = re.search(r"sigma ([\d.]+),", SETUP)[1]
+    assert float(rdp.split()[3]) == pytest.approx(float(sigma), abs=1e-3)
+
+
+def first_column(header: str) -> list[str]:
+    """All that stands in backticks in the first column of the table of the setup page that begins with `header`."""
+    rows = SETUP[SETUP.index(header) :].split("\n\n")[0].splitlines()[2:]
+    return [text for row in rows for text in re.findall(r"`([^`]+)`", row.split("|")[1])]
+
+
+def test_setup_explains_every_field_of_the_ledger():
+    assert sorted(first_column("| Field |")) == sorted(ledger.FIELDS)
+
+
+def test_setup_quotes_errors_that_exist():
+    sources = [*(ROOT / "dpivon").glob("*.py"), ROOT / "tools" / "install.sh"]
+    source = "\n".join(path.read_text(encoding="utf-8") for path in sources)
+    source = re.sub(r'"\s*\n\s*f?"', "", source)  # adjacent strings are one
+    quoted = [text for text in first_column("| It says |") if text != "No module named dpivon"]  # which is Python's
+    assert len(quoted) > 8
+    for text in quoted:
+        for part in text.split("..."):
+            assert part.strip() in source, text
+
+
+def test_the_files_that_the_readme_links_to_exist():
+    targets = re.findall(r"\]\(([^)\s]+)\)", README) + re.findall(r'src="([^"]+)"', README)
+    local = [target for target in targets if "://" not in target]
+    assert len(local) >= 5
+    for target in local:
+        assert (ROOT / target).exists(), target
+
+
+def test_every_line_of_the_ladder_has_a_text_equivalent():
+    picture = (ROOT / "book" / "_static" / "ladder.svg").read_text(encoding="utf-8")
+    spoken = re.search(r"<desc[^>]*>(.*?)</desc>", picture, flags=re.DOTALL)[1]
+    alt = re.search(r'alt="([^"]+)"', README)[1]
+    for name in ("SGD", "DP-SGD", "IVON", "DP-IVON-Gradsq"):
+        assert f">{name}</text>" in picture
+        assert name in spoken
+        assert name in alt
+
+
+def test_the_introduction_names_the_methods_that_there_are():
+    sentence = re.search(r"`train --method` already takes (.*?)\. ", INTRO, flags=re.DOTALL)[1]
+    assert re.findall(r"`([\w-]+)`", sentence) == list(METHODS)
