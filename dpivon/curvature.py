@@ -1,18 +1,19 @@
 """Curvature estimators: what one (private) gradient says about the Hessian's diagonal, each a few lines.
 
-An estimator is ``f(g, deviation, state, group) -> h_hat``, elementwise for one parameter tensor:
+An estimator is ``f(g, deviation, state, group) -> h_hat``, on all parameters of a group as one vector:
 
 g
     the gradient in `p.grad`, taken at theta = m + deviation.
 deviation
     theta - m, the draw of the posterior at which the gradient was taken.
 state
-    the parameter's dict: its curvature ``h``, its ``step`` (already counted), and what an estimator remembers.
+    a dict: the curvature ``h``, the ``step`` (already counted), the ``sizes`` of the parameter tensors in the
+    vector, and what an estimator remembers.
 group
     the parameter group: ``ess`` (N_ess), ``weight_decay`` (delta_v), ``beta2``, ``scale`` (see `scaled`) and
     ``noise_std``, the standard deviation of the privacy noise in g, as `mechanism.noise_std` gives it.
 
-An estimator may put new tensors into `state`, and never changes one in place, so that a failed step can be undone.
+An estimator may put a new vector into `state`, and never changes one in place: a failed step then changes nothing.
 All of them see private gradients and numbers that do not depend on data, so they are post-processing.
 """
 
@@ -74,11 +75,12 @@ def average_then_project(g: Tensor, deviation: Tensor, state: State, group: Grou
 
 
 def block_mean(g: Tensor, deviation: Tensor, state: State, group: Group) -> Tensor:
-    """A control: one corrected value for the whole tensor, so all coordinates of a layer share their step.
+    """A control: one corrected value for each parameter tensor, so all coordinates of a layer share their step.
 
     .. math:: \\hat h = N_{\\rm ess} \\max\\left(\\mathrm{mean}(g^2) - s^2,\\, 0\\right)
     """
-    return scaled((g.square().mean() - group["noise_std"] ** 2).clamp(min=0), group).expand_as(g)
+    means = [part.mean().expand_as(part) for part in g.square().split(state["sizes"])]
+    return scaled((torch.cat(means) - group["noise_std"] ** 2).clamp(min=0), group)
 
 
 def constant(g: Tensor, deviation: Tensor, state: State, group: Group) -> Tensor:

@@ -91,15 +91,14 @@ class IVON(torch.optim.Optimizer):
         self.curvature, self.generator = curvature, generator
         self.deviations: dict[Tensor, Tensor] = {}
 
-    def trained(self) -> Iterator[tuple[dict[str, Any], Tensor, dict[str, Any]]]:
-        """(group, parameter, its state) of all parameters that learn; a new parameter's state begins at hess_init."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.requires_grad:
-                    state = self.state[p]
-                    if not state:
-                        state.update(step=0, h=torch.full_like(p, group["hess_init"]), momentum=torch.zeros_like(p))
-                    yield group, p, state
+    def trained(self, group: dict[str, Any]) -> list[Tensor]:
+        """The group's parameters that learn; the state of a new one begins at hess_init."""
+        parameters = [p for p in group["params"] if p.requires_grad]
+        for p in parameters:
+            if not self.state[p]:
+                h = torch.full_like(p, group["hess_init"])
+                self.state[p].update(step=0, h=h, momentum=torch.zeros_like(p))
+        return parameters
 
     @contextmanager
     def sampled_params(self) -> Iterator[None]:
@@ -107,13 +106,19 @@ class IVON(torch.optim.Optimizer):
 
         Forward and backward belong inside. A backward after it raises, since the parameters were changed in place.
         """
-        means = {}
+        means: dict[Tensor, Tensor] = {}
         with torch.no_grad():
-            for group, p, state in self.trained():
-                deviation = torch.randn(p.shape, generator=self.generator, dtype=p.dtype, device=p.device)
-                deviation.div_((state["h"] + group["weight_decay"]).mul_(group["ess"]).sqrt_())
-                means[p], self.deviations[p] = p.clone(), deviation
-                p.add_(deviation)
+            for group in self.param_groups:
+                if not (parameters := self.trained(group)):
+                    continue
+                precision = flat(self.state[p]["h"] for p in parameters).add_(group["weight_decay"]).mul_(group["ess"])
+                z = torch.randn(
+                    precision.shape, generator=self.generator, dtype=precision.dtype, device=precision.device
+                )
+                deviations = unflat(z.div_(precision.sqrt_()), parameters)
+                self.deviations.update(zip(parameters, deviations, strict=True))
+                means.update((p, p.clone()) for p in parameters)
+                torch._foreach_add_(parameters, deviations)
         try:
             yield
         finally:
@@ -132,27 +137,62 @@ class IVON(torch.optim.Optimizer):
         RuntimeError
             no draw was made since the last step, so `p.grad` was not taken inside `sampled_params()`.
         """
-        trained = [(group, p, p.grad, state) for group, p, state in self.trained() if p.grad is not None]
-        if any(p not in self.deviations for _, p, _, _ in trained):
-            raise RuntimeError("take the gradient inside `with optimizer.sampled_params():` before step()")
-        if not all(g.isfinite().all() for _, _, g, _ in trained):
-            raise FloatingPointError("a gradient is not finite; nothing was changed: lower the learning rate")
-        estimate = ESTIMATORS[self.curvature]
-        before = [dict(state) for *_, state in trained]
-        for group, p, g, state in trained:
-            state["step"] += 1
-            state["h"] = new_curvature(state["h"], estimate(g, self.deviations[p], state, group), group)
-        if not all(state["h"].isfinite().all() for *_, state in trained):
-            for (*_, state), old in zip(trained, before, strict=True):
-                state.clear()
-                state.update(old)
-            raise FloatingPointError("the curvature overflows; lower ess or scale, or clip to a smaller norm")
-        for group, p, g, state in trained:
-            momentum = state["momentum"].mul_(group["beta1"]).add_(g, alpha=1 - group["beta1"])
-            direction = (momentum / (1 - group["beta1"] ** state["step"])).add_(p, alpha=group["weight_decay"])
-            lr = group["lr"] * (group["hess_init"] + group["weight_decay"] if group["rescale_lr"] else 1)
-            p.addcdiv_(direction, state["h"] + group["weight_decay"], value=-lr)
+        updates = [(group, ps, *self.estimate(group, ps)) for group, ps in self.cohorts()]  # all, before any is applied
+        for group, parameters, g, new in updates:
+            beta1, damping = group["beta1"], group["weight_decay"]
+            momentum = flat(self.state[p]["momentum"] for p in parameters).mul_(beta1).add_(g, alpha=1 - beta1)
+            direction = (momentum / (1 - beta1 ** new["step"])).add_(flat(parameters), alpha=damping)
+            lr = group["lr"] * (group["hess_init"] + damping if group["rescale_lr"] else 1)
+            direction.div_(new["h"] + damping).mul_(lr)
+            torch._foreach_sub_(parameters, unflat(direction, parameters))
+            vectors = {"momentum": momentum, **{name: v for name, v in new.items() if isinstance(v, Tensor)}}
+            for name, vector in vectors.items():
+                for p, part in zip(parameters, unflat(vector, parameters), strict=True):
+                    self.state[p][name] = part
+            for p in parameters:
+                self.state[p]["step"] = new["step"]
         self.deviations.clear()
+
+    def cohorts(self) -> list[tuple[dict[str, Any], list[Tensor]]]:
+        """(group, parameters) with a gradient and the same age: what is updated as one vector, which is fast."""
+        cohorts: dict[tuple[int, int], list[Tensor]] = {}
+        for i, group in enumerate(self.param_groups):
+            for p in self.trained(group):
+                if p.grad is not None:
+                    cohorts.setdefault((i, self.state[p]["step"]), []).append(p)
+        return [(self.param_groups[i], parameters) for (i, _), parameters in cohorts.items()]
+
+    def estimate(self, group: dict[str, Any], parameters: list[Tensor]) -> tuple[Tensor, dict[str, Any]]:
+        """The cohort's gradient as one vector, and its next state: step, h, and what the estimator remembers."""
+        if any(p not in self.deviations for p in parameters):
+            raise RuntimeError("take the gradient inside `with optimizer.sampled_params():` before step()")
+        g = flat(p.grad for p in parameters)
+        if not finite(g):
+            raise FloatingPointError("a gradient is not finite; nothing was changed: lower the learning rate")
+        old = self.state[parameters[0]]
+        memory = {name: flat(self.state[p][name] for p in parameters) for name in old.keys() - {"step", "momentum"}}
+        state = {"step": old["step"] + 1, "sizes": [p.numel() for p in parameters], **memory}
+        h_hat = ESTIMATORS[self.curvature](g, flat(self.deviations[p] for p in parameters), state, group)
+        state["h"] = new_curvature(state["h"], h_hat, group)
+        if not finite(state["h"]):
+            raise FloatingPointError("the curvature overflows; lower ess or scale, or clip to a smaller norm")
+        return g, state
+
+
+def flat(tensors: Iterable[Any]) -> Tensor:
+    """All entries of the tensors, as one new vector."""
+    return torch.cat([t.reshape(-1) for t in tensors])
+
+
+def unflat(vector: Tensor, parameters: list[Tensor]) -> list[Tensor]:
+    """The vector cut into views of the parameters' shapes."""
+    parts = vector.split([p.numel() for p in parameters])
+    return [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
+
+
+def finite(vector: Tensor) -> bool:
+    """Whether all entries are finite: NaN and infinity survive a sum, ten times as fast as `isfinite().all()`."""
+    return bool(vector.sum().isfinite())
 
 
 def new_curvature(h: Tensor, h_hat: Tensor, group: dict[str, Any]) -> Tensor:

@@ -16,7 +16,7 @@ def group(**changes):
 
 
 def state(h=0.2):
-    return {"step": 1, "h": torch.full((D,), h, dtype=torch.float64)}
+    return {"step": 1, "sizes": [D], "h": torch.full((D,), h, dtype=torch.float64)}
 
 
 def noisy(mu, s, seed=0):
