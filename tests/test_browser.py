@@ -1,0 +1,210 @@
+"""The built site in a real browser: every page, light and dark, wide and narrow."""
+
+import functools
+import http.server
+import shutil
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from built_site import SITE, missing, need_site, pages
+from playwright.sync_api import Browser, Page, sync_playwright
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(120)]
+
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--no-first-run",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-quic",
+]
+WIDTHS = {"wide": (1280, 900), "narrow": (390, 844)}
+
+# What axe looks for. All of it once; then what can change with the colors and with the width.
+RULES = {
+    ("light", "wide"): {},
+    ("dark", "wide"): {"runOnly": ["color-contrast", "link-in-text-block"]},
+    ("light", "narrow"): {"runOnly": ["scrollable-region-focusable", "button-name", "link-name", "aria-hidden-focus"]},
+    ("dark", "narrow"): {"runOnly": ["button-name"]},
+}
+
+# Waits for MathJax and returns what a reader would see go wrong.
+LOOK = """async () => {
+    if (window.MathJax && MathJax.startup) await MathJax.startup.promise;
+    await document.fonts.ready;
+    const found = [];
+    const RAW = /\\\\[a-zA-Z]{2,}|\\$\\$|\\{(term|doc|eq|ref|numref|cite(:\\w)?)\\}|:(math|ref|doc):`/;
+    for (const node of document.querySelectorAll("mjx-merror, [data-mjx-error]"))
+        found.push("MathJax error: " + (node.getAttribute("data-mjx-error") || node.textContent));
+    for (const node of document.querySelectorAll(".math"))
+        if (!node.querySelector("mjx-container"))
+            found.push("unrendered mathematics: " + node.textContent.slice(0, 80));
+    const walker = document.createTreeWalker(document.querySelector("article, main, body"), NodeFilter.SHOW_TEXT);
+    while (walker.nextNode()) {
+        const text = walker.currentNode;
+        if (text.parentElement.closest("pre, code, script, style, mjx-container, .math, .search")) continue;
+        if (RAW.test(text.data)) found.push("raw markup: " + text.data.trim().slice(0, 80));
+    }
+    for (const image of document.querySelectorAll("img")) {
+        const inText = image.closest("article");
+        if (!image.hasAttribute("alt") || (inText && !image.alt.trim())) found.push("no alt text: " + image.src);
+        if (image.complete && !image.naturalWidth) found.push("not shown: " + image.src);
+    }
+    return found;
+}"""
+
+# The page must not scroll sideways; what is wide scrolls within itself.
+OVERFLOW = """() => {
+    const width = document.documentElement.clientWidth;
+    if (document.scrollingElement.scrollWidth <= width) return [];
+    return [...document.querySelectorAll("article *")]
+        .filter(node => node.getBoundingClientRect().right > width + 1)
+        .map(node => node.tagName + "." + node.className).slice(0, 5)
+        .concat("the page is " + document.scrollingElement.scrollWidth + " wide");
+}"""
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """Serve the site on a free local port."""
+    need_site()
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=SITE))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if program is None:
+        missing("no chromium: install it (Debian, Ubuntu: `sudo apt install chromium`) to check the site in a browser")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+class Visit:
+    """A page of the browser that writes down what goes wrong in it."""
+
+    def __init__(self, browser: Browser, address: str, scheme: str) -> None:
+        self.address = address
+        self.scheme = scheme
+        self.errors: list[str] = []
+        self.context = browser.new_context(color_scheme=scheme)  # type: ignore[arg-type]
+        self.page: Page = self.context.new_page()
+        self.page.on("console", lambda m: self.errors.append(f"console: {m.text}") if m.type == "error" else None)
+        self.page.on("pageerror", lambda error: self.errors.append(f"script: {error}"))
+        self.page.on("request", self.outside)
+        self.page.on("response", lambda r: self.errors.append(f"{r.status}: {r.url}") if r.status >= 400 else None)
+
+    def outside(self, request: Any) -> None:
+        if not request.url.startswith((self.address, "data:", "blob:")):
+            self.errors.append(f"outside request: {request.url}")
+
+    def problems(self, name: str, width: str) -> list[str]:
+        """All that is wrong with the page `name` at this width."""
+        self.page.set_viewport_size(dict(zip(("width", "height"), WIDTHS[width], strict=True)))  # type: ignore[arg-type]
+        self.page.goto(f"{self.address}/{name}")
+        found = self.page.evaluate(LOOK) + self.page.evaluate(OVERFLOW)
+        options = {"preload": False, "resultTypes": ["violations"], **RULES[self.scheme, width]}
+        axe = Axe().run(self.page, context={"exclude": ["mjx-container"]}, options=options)
+        for violation in axe.response["violations"]:
+            if violation["impact"] in ("serious", "critical"):
+                found += [f"axe {violation['id']}: {node['html'][:120]}" for node in violation["nodes"][:3]]
+        found, self.errors = self.errors + found, []
+        return [f"{width}: {problem}" for problem in found]
+
+
+# With xdist, each scheme is one worker's: --dist loadgroup.
+@pytest.fixture(
+    scope="module", params=[pytest.param(scheme, marks=pytest.mark.xdist_group(scheme)) for scheme in ("light", "dark")]
+)
+def visit(request: pytest.FixtureRequest, browser: Browser, address: str) -> Iterator[Visit]:
+    visit = Visit(browser, address, request.param)
+    yield visit
+    visit.context.close()
+
+
+def visited() -> list[str]:
+    """All pages but the index, which only forwards; of the module's source listings, made by one template, one."""
+    listings = [page for page in pages() if page.startswith("_modules/dpivon/")]
+    return [page for page in pages() if page not in ("index.html", *listings[1:])] or ["no page"]
+
+
+@pytest.mark.parametrize("name", visited())
+def test_page(visit: Visit, name: str) -> None:
+    found = visit.problems(name, "wide") + visit.problems(name, "narrow")
+    assert not found, "\n".join(found)
+
+
+def test_index_leads_to_the_book(visit: Visit) -> None:
+    visit.page.goto(f"{visit.address}/index.html")
+    visit.page.wait_for_url("**/book/intro.html")
+
+
+def test_search_finds_a_word(visit: Visit) -> None:
+    visit.page.goto(f"{visit.address}/search.html?q=sensitivity")
+    visit.page.wait_for_selector("#search-results li a")
+
+
+def test_figures_follow_the_theme(visit: Visit) -> None:
+    """In the dark a figure is inverted, so that its white paper becomes the page's background."""
+    visit.page.goto(f"{visit.address}/book/glossary.html")
+    for theme in ("light", "dark"):
+        visit.page.evaluate("theme => { document.documentElement.dataset.theme = theme; }", theme)
+        filters = visit.page.evaluate(
+            """() => { const image = document.createElement("img"), cell = document.createElement("div");
+            cell.className = "cell_output"; cell.append(image); document.querySelector("article").append(cell);
+            const style = getComputedStyle(image); const used = [style.filter, style.mixBlendMode]; cell.remove();
+            return used; }"""
+        )
+        assert filters == (["none", "normal"] if theme == "light" else ["invert(1) hue-rotate(180deg)", "screen"])
+
+
+def test_paper_is_white(visit: Visit) -> None:
+    visit.page.goto(f"{visit.address}/book/glossary.html")
+    for event, theme in (("beforeprint", "light"), ("afterprint", visit.scheme)):
+        visit.page.evaluate("event => { window.dispatchEvent(new Event(event)); }", event)
+        assert visit.page.evaluate("document.documentElement.dataset.theme") == theme
+
+
+def test_the_check_finds_what_is_wrong(visit: Visit) -> None:
+    """Each kind of defect, planted into a page, is reported."""
+    page = visit.page
+    page.goto(f"{visit.address}/book/glossary.html")
+    assert page.evaluate(LOOK) == []
+    page.evaluate(
+        r"""() => { document.querySelector("article").insertAdjacentHTML("beforeend",
+        '<img src="data:image/gif;base64,R0lGODlhAQABAAAAACw="><p>\\sigma</p><p>{term}`x`</p>'
+        + '<span class="math">x</span>'
+        + '<mjx-merror data-mjx-error="bad"></mjx-merror><div style="width: 3000px">wide</div>'); }"""
+    )
+    found = page.evaluate(LOOK)
+    for kind in (
+        "no alt text",
+        r"raw markup: \sigma",
+        "raw markup: {term}",
+        "unrendered mathematics",
+        "MathJax error: bad",
+    ):
+        assert any(kind in line for line in found), kind
+    assert page.evaluate(OVERFLOW)
+    page.evaluate("() => { console.error('planted'); fetch('https://example.invalid/x').catch(() => 0); }")
+    page.wait_for_timeout(300)
+    assert any("planted" in error for error in visit.errors)
+    assert any("outside request" in error for error in visit.errors)
+    visit.errors.clear()

@@ -1,0 +1,175 @@
+"""The stored chapters keep the book's rules, and the tool that keeps them does."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbformat import NotebookNode
+
+from tools import notebooks
+
+HEADER = "---\ndpivon:\n  download: none\n  epsilon: none, the data are public\n---\n\n"
+EXERCISE = """
+```{{exercise-start}} Show it (theory, 5 minutes)
+:label: ex-{0}
+```
+Show it.
+```{{exercise-end}}
+```
+
+```{{solution-start}} ex-{0}
+:class: dropdown
+```
+Look at it.
+```{{solution-end}}
+```
+"""
+CHAPTER = (
+    HEADER
+    + """# A title
+
+A question. *You need*: nothing.
+
+## A section
+
+```{code-cell}
+:tags: [definition]
+def double(x):
+    return 2 * x
+```
+
+```{code-cell}
+---
+tags: [hide-input]
+mystnb:
+  image:
+    alt: A line that rises from zero to one.
+  figure:
+    caption: What rises steadily has a slope.
+---
+import matplotlib.pyplot as plt
+_ = plt.figure(figsize=(1, 1)).gca().plot([0, double(0.5)])
+```
+
+## Exercises
+"""
+    + "".join(EXERCISE.format(number) for number in range(4))
+)
+
+
+@pytest.mark.parametrize("path", notebooks.chapters(), ids=lambda path: path.name)
+def test_chapter_keeps_the_rules(path: Path) -> None:
+    found = notebooks.problems(path)
+    assert not found, "\n".join(found)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A chapter, saved from its text twin in a folder of its own."""
+    folder = tmp_path_factory.mktemp("book")
+    (folder / "01_x.md").write_text(CHAPTER)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(notebooks, "BOOK", folder)
+        return notebooks.save(folder / "01_x.md")
+
+
+def test_saving_completes_a_chapter(saved: Path) -> None:
+    notebook = nbformat.read(saved, as_version=4)
+    kinds = [(cell.cell_type, *cell.metadata.get("tags", [])) for cell in notebook.cells]
+    assert kinds[:4] == [("markdown",), ("markdown", "run-card"), ("code", "colab", "hide-input"), ("markdown",)]
+    assert notebook.cells[2].source == notebooks.colab_cell()
+    assert notebooks.address() in notebook.cells[2].source
+    assert "| Privacy spent | none, the data are public |" in notebook.cells[1].source
+    assert notebooks.problems(saved) == []
+
+
+def test_executing_again_gives_the_same_bytes(saved: Path) -> None:
+    before = saved.read_bytes()
+    notebooks.finish(nbformat.read(saved, as_version=4), saved, None)
+    assert saved.read_bytes() == before
+
+
+def test_a_twin_and_its_notebook_are_the_same_text(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notebooks, "TEXT", tmp_path)
+    before = [(cell.cell_type, cell.source) for cell in nbformat.read(saved, as_version=4).cells]
+    notebooks.edit(saved)
+    monkeypatch.setattr(notebooks, "BOOK", tmp_path)
+    monkeypatch.setattr(notebooks, "execute", lambda notebook, name: (0, 0))
+    again = notebooks.save(tmp_path / "01_x.md")
+    assert [(cell.cell_type, cell.source) for cell in nbformat.read(again, as_version=4).cells] == before
+
+
+def test_editing_keeps_unsaved_changes(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notebooks, "TEXT", tmp_path)
+    notebooks.edit(saved)
+    notebooks.edit(saved)
+    (tmp_path / "01_x.md").write_text("changed")
+    with pytest.raises(notebooks.NotebookError, match="--force"):
+        notebooks.edit(saved)
+    notebooks.edit(saved, force=True)
+    assert (tmp_path / "01_x.md").read_text() != "changed"
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [("1 / 0", "ZeroDivisionError"), ("import sys; print('x', file=sys.stderr)", "stderr")],
+)
+def test_a_chapter_that_fails_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, message: str
+) -> None:
+    monkeypatch.setattr(notebooks, "BOOK", tmp_path)
+    (tmp_path / "01_x.md").write_text(HEADER + f"# T\n\n```{{code-cell}}\n{code}\n```\n")
+    with pytest.raises(notebooks.NotebookError, match=message):
+        notebooks.save(tmp_path / "01_x.md")
+    assert not (tmp_path / "01_x.ipynb").exists()
+
+
+def first(notebook: NotebookNode, text: str) -> NotebookNode:
+    return next(cell for cell in notebook.cells if text in cell.source)
+
+
+def edited(old: str, new: str) -> Callable[[NotebookNode], Any]:
+    def change(notebook: NotebookNode) -> None:
+        cell = first(notebook, old)
+        cell.source = cell.source.replace(old, new)
+
+    return change
+
+
+def stderr(notebook: NotebookNode) -> None:
+    first(notebook, "def double").outputs = [nbformat.v4.new_output("stream", name="stderr", text="careful")]
+
+
+def error(notebook: NotebookNode) -> None:
+    first(notebook, "def double").outputs = [nbformat.v4.new_output("error", ename="E", evalue="", traceback=[])]
+
+
+BREAKAGES: dict[str, Callable[[NotebookNode], Any]] = {
+    "the first cell is not": lambda notebook: notebook.cells.pop(0),
+    "not stored executed in order": lambda notebook: first(notebook, "plt").update(execution_count=9),
+    "not the Colab cell": edited("--quiet", "--upgrade"),
+    "no run card": lambda notebook: notebook.cells.pop(1),
+    "an absolute path": edited("return 2", "open('/home/me/x'); return 2"),
+    "ends in `;`": edited("return 2 * x", "return 2 * x;"),
+    "stored output is an error": error,
+    "output on stderr": stderr,
+    "a memory address": edited("return 2", "# <object at 0x7f00aa11bb22>\n    return 2"),
+    "without alt text": lambda notebook: first(notebook, "plt").metadata.mystnb.image.update(alt="line"),
+    "without a caption": lambda notebook: first(notebook, "plt").metadata.mystnb.pop("figure"),
+    "more than one figure": lambda notebook: first(notebook, "plt").outputs.extend(first(notebook, "plt").outputs),
+    "3 exercises": edited("```{exercise-start} Show it (theory, 5 minutes)\n:label: ex-0", "```{note}"),
+    "must end in (kind, N minutes)": edited("(theory, 5 minutes)", "(theory)"),
+    "no solution": edited("solution-start} ex-2", "solution-start} ex-9"),
+}
+
+
+@pytest.mark.parametrize("problem", BREAKAGES)
+def test_each_rule_is_checked(saved: Path, tmp_path: Path, problem: str) -> None:
+    notebook = nbformat.read(saved, as_version=4)
+    BREAKAGES[problem](notebook)
+    nbformat.write(notebook, tmp_path / "01_x.ipynb")
+    assert problem in "\n".join(notebooks.problems(tmp_path / "01_x.ipynb"))

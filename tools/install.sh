@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Create the environment and install what requirements.txt asks for; what is missing is said in one line, with the remedy.
+#   bash tools/install.sh .venv
+set -u
+venv=$1
+python=${PYTHON:-python3}
+need=${DISK_MB:-3000} # MB, with the CPU build of torch
+
+stop() { echo "error: $1" >&2; exit 1; }
+free() { df -Pm . | awk 'NR == 2 { print $4 }'; }
+
+command -v "$python" >/dev/null ||
+    stop "no $python here; install Python 3.11 or newer (Debian, Ubuntu: sudo apt install python3 python3-venv) or call make PYTHON=/path/to/python3"
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+    stop "$("$python" --version 2>&1) is too old; install Python 3.11 or newer and call, for example, make PYTHON=python3.11"
+
+if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+    "$python" -c 'import ensurepip, venv' 2>/dev/null ||
+        stop "the venv module of $python is missing; on Debian or Ubuntu: sudo apt install python3-venv"
+    [ "$(free)" -ge "$need" ] || stop "$(free) MB are free here and about $need MB are needed; free some, or clone to a larger disk"
+    echo "Creating $venv"
+    rm -rf "$venv"
+    "$python" -m venv "$venv" || stop "$python -m venv $venv failed, see above; on Debian or Ubuntu: sudo apt install python3-venv"
+fi
+
+echo "Installing requirements.txt into $venv (once; about two minutes on a fast network)"
+if ! { "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -r requirements.txt &&
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .; }; then
+    [ "$(free)" -ge 500 ] || stop "the disk is full; a CUDA build of torch needs 5000 MB more than the CPU build; free some, then call make again"
+    stop "pip could not install everything, see above; check the network and call make again"
+fi
+touch "$venv/.installed"
