@@ -90,6 +90,7 @@ class IVON(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self.curvature, self.generator = curvature, generator
         self.deviations: dict[Tensor, Tensor] = {}
+        self.vectors: dict[tuple[Any, ...], tuple[Tensor, list[Tensor]]] = {}
 
     def trained(self, group: dict[str, Any]) -> list[Tensor]:
         """The group's parameters that learn; the state of a new one begins at hess_init."""
@@ -100,31 +101,49 @@ class IVON(torch.optim.Optimizer):
                 self.state[p].update(step=0, h=h, momentum=torch.zeros_like(p))
         return parameters
 
+    def vector(self, parameters: list[Tensor], name: str) -> Tensor:
+        """The state `name` of all parameters as one vector, of which each parameter's own entry is a view.
+
+        A vector is built when it is first asked for, and again after `load_state_dict` or a change of the parameters.
+        """
+        entries = [self.state[p].get(name) for p in parameters]
+        key = (name, *map(id, parameters))
+        vector, views = self.vectors.get(key, (None, []))
+        if vector is None or any(entry is not view for entry, view in zip(entries, views, strict=True)):
+            pairs = zip(parameters, entries, strict=True)
+            vector = flat(torch.zeros_like(p) if entry is None else entry for p, entry in pairs)
+            views = unflat(vector, parameters)
+            self.vectors[key] = vector, views
+            for p, view in zip(parameters, views, strict=True):
+                self.state[p][name] = view
+        return vector
+
     @contextmanager
     def sampled_params(self) -> Iterator[None]:
         """Within, the parameters are a draw theta ~ N(m, 1 / (N_ess (h + delta_v))); after, the mean m again.
 
         Forward and backward belong inside. A backward after it raises, since the parameters were changed in place.
         """
-        means: dict[Tensor, Tensor] = {}
+        drawn = []
         with torch.no_grad():
             for group in self.param_groups:
                 if not (parameters := self.trained(group)):
                     continue
-                precision = flat(self.state[p]["h"] for p in parameters).add_(group["weight_decay"]).mul_(group["ess"])
+                precision = (self.vector(parameters, "h") + group["weight_decay"]).mul_(group["ess"])
                 z = torch.randn(
                     precision.shape, generator=self.generator, dtype=precision.dtype, device=precision.device
                 )
                 deviations = unflat(z.div_(precision.sqrt_()), parameters)
+                means = [p.clone() for p in parameters]
+                drawn.append((parameters, means))
                 self.deviations.update(zip(parameters, deviations, strict=True))
-                means.update((p, p.clone()) for p in parameters)
                 torch._foreach_add_(parameters, deviations)
         try:
             yield
         finally:
             with torch.no_grad():
-                for p, mean in means.items():
-                    p.copy_(mean)
+                for parameters, means in drawn:
+                    torch._foreach_copy_(parameters, means)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -140,17 +159,15 @@ class IVON(torch.optim.Optimizer):
         updates = [(group, ps, *self.estimate(group, ps)) for group, ps in self.cohorts()]  # all, before any is applied
         for group, parameters, g, new in updates:
             beta1, damping = group["beta1"], group["weight_decay"]
-            momentum = flat(self.state[p]["momentum"] for p in parameters).mul_(beta1).add_(g, alpha=1 - beta1)
-            direction = (momentum / (1 - beta1 ** new["step"])).add_(flat(parameters), alpha=damping)
-            lr = group["lr"] * (group["hess_init"] + damping if group["rescale_lr"] else 1)
-            direction.div_(new["h"] + damping).mul_(lr)
-            torch._foreach_sub_(parameters, unflat(direction, parameters))
-            vectors = {"momentum": momentum, **{name: v for name, v in new.items() if isinstance(v, Tensor)}}
-            for name, vector in vectors.items():
-                for p, part in zip(parameters, unflat(vector, parameters), strict=True):
-                    self.state[p][name] = part
+            for name, value in new.items():
+                self.vector(parameters, name).copy_(value)
+            step = self.state[parameters[0]]["step"] + 1
             for p in parameters:
-                self.state[p]["step"] = new["step"]
+                self.state[p]["step"] = step
+            momentum = self.vector(parameters, "momentum").mul_(beta1).add_(g, alpha=1 - beta1)
+            direction = (momentum / (1 - beta1**step)).add_(flat(parameters), alpha=damping).div_(new["h"] + damping)
+            lr = group["lr"] * (group["hess_init"] + damping if group["rescale_lr"] else 1)
+            torch._foreach_sub_(parameters, unflat(direction, parameters), alpha=lr)
         self.deviations.clear()
 
     def cohorts(self) -> list[tuple[dict[str, Any], list[Tensor]]]:
@@ -162,21 +179,21 @@ class IVON(torch.optim.Optimizer):
                     cohorts.setdefault((i, self.state[p]["step"]), []).append(p)
         return [(self.param_groups[i], parameters) for (i, _), parameters in cohorts.items()]
 
-    def estimate(self, group: dict[str, Any], parameters: list[Tensor]) -> tuple[Tensor, dict[str, Any]]:
-        """The cohort's gradient as one vector, and its next state: step, h, and what the estimator remembers."""
+    def estimate(self, group: dict[str, Any], parameters: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The cohort's gradient as one vector, and the new value of h and of what the estimator remembers."""
         if any(p not in self.deviations for p in parameters):
             raise RuntimeError("take the gradient inside `with optimizer.sampled_params():` before step()")
         g = flat(p.grad for p in parameters)
         if not finite(g):
             raise FloatingPointError("a gradient is not finite; nothing was changed: lower the learning rate")
         old = self.state[parameters[0]]
-        memory = {name: flat(self.state[p][name] for p in parameters) for name in old.keys() - {"step", "momentum"}}
-        state = {"step": old["step"] + 1, "sizes": [p.numel() for p in parameters], **memory}
+        remembered = {name: self.vector(parameters, name) for name in old.keys() - {"step", "momentum"}}
+        state = {"step": old["step"] + 1, "sizes": [p.numel() for p in parameters], **remembered}
         h_hat = ESTIMATORS[self.curvature](g, flat(self.deviations[p] for p in parameters), state, group)
         state["h"] = new_curvature(state["h"], h_hat, group)
         if not finite(state["h"]):
             raise FloatingPointError("the curvature overflows; lower ess or scale, or clip to a smaller norm")
-        return g, state
+        return g, {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def flat(tensors: Iterable[Any]) -> Tensor:
