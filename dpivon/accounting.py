@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from opacus.accountants import PRVAccountant, RDPAccountant
 from opacus.accountants.accountant import IAccountant
-from opacus.accountants.utils import MAX_SIGMA, get_noise_multiplier
+from opacus.accountants.utils import get_noise_multiplier
 
 # Opacus stops at order 63, where no epsilon below about 0.1 can be reported at delta = 1e-5.
 RDP_ORDERS = [
@@ -32,6 +32,9 @@ RDP_ORDERS = [
     1024,
     2048,
 ]
+
+# Below it an epsilon would be in the thousands and the accountants fail or do not end: it is reported as infinite.
+LEAST_NOISE = 0.01
 
 ACCOUNTANTS: dict[str, type[IAccountant]] = {"rdp": RDPAccountant, "prv": PRVAccountant}
 
@@ -55,7 +58,7 @@ def check(sample_rate: float, steps: int, delta: float) -> None:
     """Raise ValueError unless 0 < q <= 1, T >= 0 and 0 < delta < 1."""
     if not 0 < sample_rate <= 1:
         raise ValueError(f"sample_rate must be in (0, 1], got {sample_rate}; it is batch_size / n")
-    if not (steps >= 0 and steps == int(steps)):
+    if not (0 <= steps < float("inf") and steps == int(steps)):
         raise ValueError(f"steps must be a whole number >= 0, got {steps}")
     if not 0 < delta < 1:
         raise ValueError(f"delta must be in (0, 1), got {delta}; a value well below 1 / n is usual")
@@ -71,7 +74,7 @@ def quiet() -> Iterator[None]:
 
 
 def spent(accountant: IAccountant, delta: float) -> float:
-    """The epsilon of an accountant's history so far; infinite where a step had no noise.
+    """The epsilon of an accountant's history so far; infinite where a step had (almost) no noise.
 
     Parameters
     ----------
@@ -82,11 +85,16 @@ def spent(accountant: IAccountant, delta: float) -> float:
     """
     if not accountant.history:
         return 0.0
-    if any(sigma == 0 for sigma, _, _ in accountant.history):  # PRV fails here
+    if any(sigma < LEAST_NOISE for sigma, _, _ in accountant.history):
         return float("inf")
     orders = {"alphas": RDP_ORDERS} if isinstance(accountant, RDPAccountant) else {}
-    with quiet():
-        return float(accountant.get_epsilon(delta=delta, **orders))
+    try:
+        with quiet():
+            return max(0.0, float(accountant.get_epsilon(delta=delta, **orders)))
+    except (RuntimeError, ValueError) as error:  # PRV cannot resolve a very small delta
+        raise ValueError(
+            f"the {accountant.mechanism()!r} accountant cannot compute epsilon at delta {delta:g} ({error}); use 'rdp'"
+        ) from error
 
 
 def epsilon(noise_multiplier: float, sample_rate: float, steps: int, delta: float, accountant: str = "rdp") -> float:
@@ -119,11 +127,6 @@ def epsilon(noise_multiplier: float, sample_rate: float, steps: int, delta: floa
     return spent(history, delta)
 
 
-def least_epsilon(sample_rate: float, steps: int, delta: float, accountant: str = "rdp") -> float:
-    """The epsilon of the largest noise multiplier that Opacus searches: no budget below it can be met."""
-    return epsilon(MAX_SIGMA, sample_rate, steps, delta, accountant)
-
-
 def noise_for(epsilon: float, sample_rate: float, steps: int, delta: float, accountant: str = "rdp") -> float:
     """The noise multiplier whose T steps cost at most epsilon, and at least epsilon - 0.01 (or 1% of it, if smaller).
 
@@ -145,21 +148,23 @@ def noise_for(epsilon: float, sample_rate: float, steps: int, delta: float, acco
     if steps < 1:
         raise ValueError(f"steps must be at least 1 to spend a budget, got {steps}")
     new_accountant(accountant)
-    if epsilon < least_epsilon(sample_rate, steps, delta, accountant):
+    orders = {"alphas": RDP_ORDERS} if accountant == "rdp" else {}
+    try:
+        with quiet():
+            sigma = get_noise_multiplier(  # by steps: with `epochs` Opacus would round their number down
+                target_epsilon=epsilon,
+                target_delta=delta,
+                sample_rate=sample_rate,
+                steps=int(steps),
+                accountant=accountant,
+                epsilon_tolerance=min(0.01, 0.01 * epsilon),
+                **orders,
+            )
+    except ValueError as error:
         raise ValueError(
-            f"no noise multiplier below {MAX_SIGMA:g} reaches epsilon {epsilon} in {steps} steps at delta {delta:g}; "
-            "take fewer steps, or a larger epsilon or delta"
-        )
-    with quiet():
-        sigma = get_noise_multiplier(  # by steps: with `epochs` Opacus would round their number down
-            target_epsilon=epsilon,
-            target_delta=delta,
-            sample_rate=sample_rate,
-            steps=int(steps),
-            accountant=accountant,
-            epsilon_tolerance=min(0.01, 0.01 * epsilon),
-            **({"alphas": RDP_ORDERS} if accountant == "rdp" else {}),
-        )
+            f"epsilon {epsilon:g} is out of reach in {steps} steps at delta {delta:g}: the {accountant!r} accountant "
+            "reports no epsilon that small at any noise; take fewer steps, or a larger epsilon or delta"
+        ) from error
     return float(sigma)
 
 
@@ -204,26 +209,29 @@ class PrivacyStatement:
 
     def __str__(self) -> str:
         entropy = (
-            "seeded: a simulation, reproducible, and not private against anyone who knows the seed"
+            "seeded: a simulation, reproducible,\nnot private against anyone who knows the seed"
             if self.simulation
-            else "from the operating system's entropy, by torch's generator, which is not cryptographic"
+            else "from the operating system's entropy,\nby torch's generator, which is not cryptographic"
         )
         if self.epsilon == math.inf:
-            return "no differential privacy: the noise multiplier is 0"
+            return "no differential privacy: the noise multiplier is 0, or almost"
         rounded = math.ceil(self.epsilon * 1000) / 1000  # up: a smaller number would promise more than was kept
-        return "\n".join(
-            [
-                f"({rounded:g}, {self.delta:g})-differential privacy",
-                f"  unit         {self.unit}; neighbors: {self.neighbors}",
-                f"  mechanism    Gaussian, sigma {self.noise_multiplier:.4g}, clipping norm {self.max_grad_norm:g}, "
-                f"{self.steps} steps",
-                f"  sampler      {self.sampler}, q = {self.batch_size:g} / {self.n}",
-                f"  accountant   {self.accountant.upper()}",
-                f"  released     {self.released}",
-                f"  randomness   {entropy}",
-                "  not counted  hyperparameters tuned on these data; each tried setting costs its own epsilon",
-            ]
-        )
+        rows = {
+            "unit": f"{self.unit}; neighbors: {self.neighbors}",
+            "mechanism": f"Gaussian, sigma {self.noise_multiplier:.4g}, clipping norm {self.max_grad_norm:g}, "
+            f"{self.steps} steps",
+            "sampler": f"{self.sampler}, q = {self.batch_size:g} / {self.n}",
+            "accountant": self.accountant.upper(),
+            "released": "every private gradient, and so the weights,\nthe predictions and the test metrics; "
+            "not the training loss",
+            "randomness": entropy,
+            "not counted": "hyperparameters tuned on these data;\neach tried setting costs its own epsilon",
+        }
+        lines = [f"({rounded:g}, {self.delta:g})-differential privacy"]
+        for name, text in rows.items():
+            first, *rest = text.split("\n")
+            lines += [f"  {name:12s} {first}", *(" " * 15 + line for line in rest)]
+        return "\n".join(lines)
 
 
 def statement(

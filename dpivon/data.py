@@ -12,6 +12,7 @@ import os
 import pickle
 import sys
 import tarfile
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -21,10 +22,13 @@ from pathlib import Path
 from typing import IO, Any, ClassVar
 
 import numpy as np
-import pooch
 import torch
 from PIL import Image
 from torch import Tensor
+
+with warnings.catch_warnings():  # pooch loads tqdm's notebook bar, which remarks on missing widgets
+    warnings.filterwarnings("ignore", message="IProgress not found")
+    import pooch
 
 NAMES = ("digits", "cifar10")
 #: The ten classes, in the order of their labels.

@@ -4,6 +4,7 @@ Only what this file writes to `p.grad` is accounted for. Everything an optimizer
 """
 
 import secrets
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -280,6 +281,8 @@ def make_private(
     if getattr(loss, "reduction", None) != "mean":
         raise ValueError(f"loss must be a module with reduction='mean', got {loss!r}; e.g. nn.CrossEntropyLoss()")
     check_hooks_fit(model, dataset)
+    # Images need no gradient of their own; torch remarks on that at the first backward, and nothing follows from it.
+    warnings.filterwarnings("ignore", message="Full backward hook is firing", category=UserWarning)
     ghost = mode == "ghost"
     generator = generator or new_generator()
     module = (

@@ -60,7 +60,7 @@ def test_epsilon_converts_both_ways_with_both_accountants(dpivon):
         (["epsilon", "--epsilon", "1", "--batch-size", "0"], "dpivon: need 0 < batch-size <= n"),
         (["train", "--ledger", "none/runs.jsonl"], "dpivon: the folder "),
         (["train", "--checkpoint", "none/run.ckpt"], "dpivon: the folder "),
-        (["train", "--epsilon", "1e-7"], "dpivon: no noise multiplier below 1e+06 reaches epsilon 1e-07"),
+        (["train", "--epsilon", "1e-7"], "dpivon: epsilon 1e-07 is out of reach in 169 steps"),
     ],
 )
 def test_errors_are_one_line(arguments, message, dpivon):

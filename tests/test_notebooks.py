@@ -85,9 +85,12 @@ def test_saving_completes_a_chapter(saved: Path) -> None:
     assert notebooks.problems(saved) == []
 
 
-def test_executing_again_gives_the_same_bytes(saved: Path) -> None:
+def test_saving_and_executing_again_give_the_same_bytes(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = saved.read_bytes()
     notebooks.finish(nbformat.read(saved, as_version=4), saved, None)
+    assert saved.read_bytes() == before
+    monkeypatch.setattr(notebooks, "BOOK", saved.parent)
+    notebooks.save(saved.with_suffix(".md"))
     assert saved.read_bytes() == before
 
 

@@ -67,7 +67,9 @@ class Summary:
         print("\nSummary")
         for passed, name, result, seconds in self.rows:
             print(f"  {'ok    ' if passed else 'FAILED'}  {name:22} {seconds:5.0f} s   {result}")
-        print(f"\n{self.tests['passed']} passed, {self.tests['failed']} failed, {self.tests['skipped']} skipped")
+        failed = [name for passed, name, *_ in self.rows if not passed]
+        print(f"\nNot passed: {', '.join(failed)}. Their output is above." if failed else "\nAll checks passed.")
+        print(f"{self.tests['passed']} passed, {self.tests['failed']} failed, {self.tests['skipped']} skipped")
 
 
 def heading(name: str) -> float:
