@@ -147,6 +147,18 @@ def test_nothing_is_said_on_stderr(sigma, q, accountant):
     accounting.epsilon(sigma, q, 10, DELTA, accountant)
 
 
+@pytest.mark.parametrize("accountant", ["rdp", "prv"])
+def test_epsilon_is_never_negative(accountant):
+    """At a large delta the formulas of both accountants fall below zero."""
+    assert accounting.epsilon(1.0, 0.01, 1000, 0.5, accountant) == 0.0
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "prv"])
+def test_almost_no_noise_is_no_privacy_at_once(accountant):
+    """Opacus would compute for ever at a noise multiplier whose square is not a number that floats can hold."""
+    assert accounting.epsilon(1e-160, 0.01, 10, DELTA, accountant) == math.inf
+
+
 def test_the_central_limit_understates_and_is_not_offered():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -250,6 +262,8 @@ def test_statement_of_a_seeded_run_says_so():
         ((1.0, 0.1, -1, DELTA), r"steps must be a whole number >= 0, got -1"),
         ((1.0, 0.1, 2.5, DELTA), r"steps must be a whole number >= 0, got 2.5"),
         ((1.0, 0.1, math.nan, DELTA), r"steps must be a whole number >= 0, got nan"),
+        ((1.0, 0.1, math.inf, DELTA), r"steps must be a whole number >= 0, got inf"),
+        ((1.0, 0.01, 1000, 1e-15, "prv"), r"the 'prv' accountant cannot compute epsilon at delta 1e-15 .*; use 'rdp'"),
         ((1.0, 0.1, 10, 0.0), r"delta must be in \(0, 1\), got 0.0; a value well below 1 / n is usual"),
         ((1.0, 0.1, 10, 1.0), r"delta must be in \(0, 1\), got 1.0"),
         ((-0.1, 0.1, 10, DELTA), r"noise_multiplier must be finite and >= 0, got -0.1"),
