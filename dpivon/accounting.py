@@ -160,10 +160,10 @@ def noise_for(epsilon: float, sample_rate: float, steps: int, delta: float, acco
                 epsilon_tolerance=min(0.01, 0.01 * epsilon),
                 **orders,
             )
-    except ValueError as error:
+    except (RuntimeError, ValueError) as error:
         raise ValueError(
             f"epsilon {epsilon:g} is out of reach in {steps} steps at delta {delta:g}: the {accountant!r} accountant "
-            "reports no epsilon that small at any noise; take fewer steps, or a larger epsilon or delta"
+            f"finds no noise for it ({error}); take fewer steps, a larger epsilon or delta, or the other accountant"
         ) from error
     return float(sigma)
 
