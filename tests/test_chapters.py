@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from notebook import definitions
 from torch import Tensor
 
-from dpivon import accounting, adaptive, data, gradients, mechanism, models
+from dpivon import accounting, adaptive, curvature, data, gradients, ivon, mechanism, models
 
 # ---- Chapter 2: DP-SGD from scratch
 
@@ -213,3 +213,90 @@ def test_chapter_3_attack_breaks_shuffling_and_not_poisson(three):
         proved = three["attack_epsilon"](hit, alarm, delta)
         assert (proved > price + 0.5) == (sampler == "shuffled"), (sampler, proved, price)
     assert three["shuffled_epsilon"](sigma, 100, delta) > price
+
+
+# ---- The noise-corrected curvature
+
+
+@pytest.fixture(scope="module")
+def nine() -> dict[str, Any]:
+    return definitions("book/09_noise_corrected_curvature.ipynb")
+
+
+def test_chapter_9_noise_corrected(nine):
+    g = 0.3 * torch.randn(500, generator=seeded())
+    group = {"scale": 1438.0, "noise_std": 0.3}
+    assert_equal([nine["noise_corrected"](g, 0.3, 1438.0)], [curvature.noise_corrected(g, g, {}, group)])
+
+
+def test_chapter_9_new_curvature(nine):
+    h, h_hat = (torch.randn(500, generator=seeded(seed)).square() for seed in (1, 2))
+    found = nine["new_curvature"](h, h_hat, 0.9, 0.01)
+    assert_equal([found], [ivon.new_curvature(h, h_hat, {"beta2": 0.9, "weight_decay": 0.01})])
+
+
+def test_chapter_9_average_then_project(nine):
+    squares, state = 0.09 * torch.randn(30, 200, generator=seeded()).square(), {"step": 0}
+    for square in squares:
+        state["step"] += 1
+        group = {"scale": 1438.0, "noise_std": 0.3, "beta2": 0.95}
+        theirs = curvature.average_then_project(square.sqrt(), square, state, group)
+    assert_equal([nine["average_then_project"](squares, 0.3, 1438.0, 0.95)], [theirs], atol=1e-4)
+
+
+def test_chapter_9_the_estimator_settles_where_the_chapter_says(nine):
+    """The module's own optimizer, fed with noise alone, against the chapter's floor and its lower bound."""
+    p = torch.nn.Parameter(torch.zeros(20_000))
+    optimizer = ivon.IVON([p], lr=1e-6, ess=1000, hess_init=1.0, beta2=0.97, weight_decay=0.0, noise_std=0.05)
+    generator, means = seeded(), []
+    for _ in range(400):
+        with optimizer.sampled_params():
+            p.grad = 0.05 * torch.randn(p.shape, generator=generator)
+        optimizer.step()
+        means.append(float(optimizer.state[p]["h"].mean()))
+    at_least = 1000 * 0.05**2 * nine["settled"](0.97)
+    assert nine["floor"](0.05, 1000) < at_least * 0.95
+    assert at_least * 0.99 < sum(means[-200:]) / 200 < at_least * 1.03
+
+
+# ---- IVON
+
+
+@pytest.fixture(scope="module")
+def seven() -> dict[str, Any]:
+    return definitions("book/07_ivon.ipynb")
+
+
+def test_chapter_7_estimate_and_curvature(seven):
+    g, deviation, h = torch.randn(3, 50, generator=seeded(), dtype=torch.float64)
+    h = h.abs()
+    group = {"ess": 300.0, "weight_decay": 1e-2, "beta2": 0.9}
+    h_hat = curvature.price(g, deviation, {"h": h}, group)
+    torch.testing.assert_close(seven["price"](g, deviation, h, 300.0, 1e-2), h_hat)
+    torch.testing.assert_close(seven["new_curvature"](h, h_hat, 0.9, 1e-2), ivon.new_curvature(h, h_hat, group))
+
+
+@pytest.mark.parametrize("changed", [{}, {"beta1": 0.5, "beta2": 0.9}, {"hess_init": 2.0, "weight_decay": 0.1}])
+def test_chapter_7_ivon_takes_the_module_s_steps(seven, digits, changed):
+    x, y = digits[0].double(), digits[1]
+    model, settings = mlp().double(), {"lr": 0.3, "ess": 100, "hess_init": 0.5, "weight_decay": 1e-3, **changed}
+    start = torch.cat([p.detach().flatten() for p in model.parameters()])
+    shapes = [(name, p.shape, p.numel()) for name, p in model.named_parameters()]
+
+    def gradient(theta: Tensor) -> Tensor:
+        theta = theta.detach().requires_grad_()
+        parts = theta.split([size for *_, size in shapes])
+        parameters = {name: part.view(shape) for (name, shape, _), part in zip(shapes, parts, strict=True)}
+        loss = F.cross_entropy(torch.func.functional_call(model, parameters, (x,)), y)
+        return torch.autograd.grad(loss, theta)[0]
+
+    mean, h = seven["ivon"](gradient, start, steps=30, generator=seeded(), **settings)
+    optimizer = ivon.IVON(model.parameters(), curvature="price", generator=seeded(), **settings)
+    for _ in range(30):
+        with optimizer.sampled_params():
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    torch.testing.assert_close(mean, torch.cat([p.detach().flatten() for p in model.parameters()]), atol=1e-10, rtol=0)
+    torch.testing.assert_close(h, torch.cat([optimizer.state[p]["h"].flatten() for p in model.parameters()]))
+    assert (mean - start).abs().max() > 0.1

@@ -24,9 +24,12 @@ if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
 fi
 
 echo "Installing requirements.txt into $venv (once; about two minutes on a fast network)"
-if ! { "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -r requirements.txt &&
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .; }; then
-    [ "$(free)" -ge 500 ] || stop "the disk is full; a CUDA build of torch needs 5000 MB more than the CPU build; free some, then call make again"
+errors=$(mktemp)
+trap 'rm -f "$errors"' EXIT
+install() { "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@" 2> >(tee -a "$errors" >&2); }
+if ! install -r requirements.txt || ! install --no-deps --no-build-isolation -e .; then
+    grep -q "No space left" "$errors" &&
+        stop "the disk is full (here or in ${TMPDIR:-/tmp}); about $need MB are needed, and 4000 MB more where pip takes torch with CUDA"
     stop "pip could not install everything, see above; check the network and call make again"
 fi
 touch "$venv/.installed"
