@@ -252,6 +252,11 @@ def statement(
     ValueError
         a value is out of range.
     """
+    if delta * n >= 1:
+        raise ValueError(
+            f"delta must be below 1 / n = {1 / n:.2g}, got {delta:g}: a larger one would allow "
+            "publishing somebody's example"
+        )
     q = batch_size / n
     spent_epsilon = epsilon(noise_multiplier, q, steps, delta, accountant)
     return PrivacyStatement(

@@ -344,20 +344,18 @@ def run(
     """
     config = resolve(config)
     say = report or (lambda line: None)
+    if root is not None and not Path(root).exists():
+        raise ValueError(f"root {root} does not exist; create it to download into it, or give the place of the data")
     images = images if images is not None else data.load(config.data, root)
     if config.holdout >= images.n:
         raise ValueError(f"holdout must be below the {images.n} training examples, got {config.holdout}")
     if config.holdout:
         images = data.hold_out(images, config.holdout, seed=0)
-    if get(config.method).private and config.delta * images.n >= 1:
-        raise ValueError(
-            f"delta must be below 1 / n = {1 / images.n:.2g}, got {config.delta:g}: a larger one would allow "
-            "publishing somebody's example"
-        )
     for path in (ledger_path, checkpoint_path):
         check_writable(path)
     with torch.random.fork_rng(devices=[]):  # dropout draws from the global state; leave the caller's as it was
         now = Run(config, images)
+        now.statement()  # raises, before any training, where delta promises nothing
         torch.manual_seed(now.sources["layers"].initial_seed())
         if checkpoint_path is not None and Path(checkpoint_path).exists():
             now.load_state_dict(checkpoint.load(checkpoint_path))

@@ -26,7 +26,7 @@ fi
 echo "Installing requirements.txt into $venv (once; about two minutes on a fast network)"
 errors=$(mktemp)
 trap 'rm -f "$errors"' EXIT
-install() { "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@" 2> >(tee -a "$errors" >&2); }
+install() { "$venv/bin/python" -m pip install -qq --disable-pip-version-check "$@" 2> >(tee -a "$errors" >&2); }
 if ! install -r requirements.txt || ! install --no-deps --no-build-isolation -e .; then
     grep -q "No space left" "$errors" &&
         stop "the disk is full (here or in ${TMPDIR:-/tmp}); about $need MB are needed, and 4000 MB more where pip takes torch with CUDA"
