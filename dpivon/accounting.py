@@ -1,6 +1,7 @@
 """Between noise and epsilon, by Opacus' accountants; and the sentence that states what a run's epsilon means."""
 
 import math
+import textwrap
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -184,6 +185,8 @@ class PrivacyStatement:
         'rdp' or 'prv'.
     simulation
         True when a seed was given.
+    holdout
+        how many private examples the metrics were computed on, instead of a public test set.
     """
 
     epsilon: float
@@ -196,11 +199,19 @@ class PrivacyStatement:
     n: int
     accountant: str
     simulation: bool
+    holdout: int = 0
 
     unit = "one training example"
     neighbors = "add or remove one example"
     sampler = "Poisson"
-    released = "every private gradient, and so the weights, the predictions and the test metrics; not the training loss"
+
+    @property
+    def released(self) -> str:
+        """What epsilon covers."""
+        covered = "every private gradient, and so the weights and the predictions"
+        if self.holdout:
+            return f"{covered}; not the metrics, which are of {self.holdout} held-out private examples"
+        return f"{covered}, and the metrics on the public test set; not the training loss"
 
     def record(self) -> dict[str, Any]:
         """All of it as plain values, for the ledger."""
@@ -209,7 +220,7 @@ class PrivacyStatement:
 
     def __str__(self) -> str:
         entropy = (
-            "seeded: a simulation, reproducible,\nnot private against anyone who knows the seed"
+            "seeded: a simulation, reproducible and not private"
             if self.simulation
             else "from the operating system's entropy,\nby torch's generator, which is not cryptographic"
         )
@@ -222,10 +233,10 @@ class PrivacyStatement:
             f"{self.steps} steps",
             "sampler": f"{self.sampler}, q = {self.batch_size:g} / {self.n}",
             "accountant": self.accountant.upper(),
-            "released": "every private gradient, and so the weights,\nthe predictions and the test metrics; "
-            "not the training loss",
+            "released": "\n".join(textwrap.wrap(self.released, 66)),
             "randomness": entropy,
-            "not counted": "hyperparameters tuned on these data;\neach tried setting costs its own epsilon",
+            "not counted": "other runs on these data: each tried setting costs its own;\n"
+            "a stop that was chosen by looking at diagnostics",
         }
         lines = [f"({rounded:g}, {self.delta:g})-differential privacy"]
         for name, text in rows.items():
@@ -244,6 +255,7 @@ def statement(
     n: int,
     accountant: str = "rdp",
     simulation: bool,
+    holdout: int = 0,
 ) -> PrivacyStatement:
     """The privacy statement of T steps; epsilon is computed here, from the same numbers that are stated.
 
@@ -260,5 +272,5 @@ def statement(
     q = batch_size / n
     spent_epsilon = epsilon(noise_multiplier, q, steps, delta, accountant)
     return PrivacyStatement(
-        spent_epsilon, delta, noise_multiplier, q, steps, max_grad_norm, batch_size, n, accountant, simulation
+        spent_epsilon, delta, noise_multiplier, q, steps, max_grad_norm, batch_size, n, accountant, simulation, holdout
     )

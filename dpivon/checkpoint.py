@@ -31,7 +31,8 @@ def save(path: str | Path, state: dict[str, Any]) -> None:
     payload = buffer.getvalue()
     part = Path(f"{path}.part")
     try:
-        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        part.unlink(missing_ok=True)  # left by a crash, perhaps with other permissions
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(MAGIC + hashlib.sha256(payload).digest() + payload)
             file.flush()
             os.fsync(file.fileno())

@@ -147,6 +147,11 @@ def clipped_sum(
     parameters = list(trainable(model).values())
     if not parameters:
         raise ValueError("the model has no trainable parameter; set requires_grad on those that should learn")
+    if any(p.dtype in (torch.float16, torch.bfloat16) for p in parameters):
+        raise ValueError(
+            "parameters in half precision round the sum of many gradients by more than one example's share, so its "
+            "sensitivity exceeds max_grad_norm; keep the parameters in float32"
+        )
     lengths = {len(leaf) for leaf in tree_leaves(x)} | {len(y)}
     if len(lengths) != 1:
         raise ValueError(f"x and y must hold the same number of examples, got {sorted(lengths)}")

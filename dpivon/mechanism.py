@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from opacus.accountants.accountant import IAccountant
 from opacus.data_loader import DPDataLoader
@@ -31,11 +32,20 @@ class Diagnostics(NamedTuple):
 
 
 def new_generator(seed: int | None = None) -> torch.Generator:
-    """A random generator, seeded by the operating system's entropy unless a seed is given.
+    """A random generator, filled with the operating system's entropy unless a seed is given.
 
-    A run with a known seed is a simulation: whoever knows the seed can subtract the noise.
+    torch's generator is a Mersenne Twister of 624 words, and its `manual_seed` keeps 32 bits of a seed: few enough to
+    try all of them and subtract the noise. So all words come from the system. Its output is still not cryptographic.
+    A seeded generator is for simulations.
     """
-    return torch.Generator().manual_seed(secrets.randbits(63) if seed is None else seed)
+    generator = torch.Generator()
+    if seed is not None:
+        return generator.manual_seed(seed)
+    state = generator.manual_seed(secrets.randbits(32)).get_state()
+    words = np.frombuffer(secrets.token_bytes(4 * 624), dtype=np.uint32).astype(np.int64)
+    state.view(torch.int64)[3:627] = torch.from_numpy(words)  # after the seed and two counters
+    generator.set_state(state)
+    return generator
 
 
 def check_batch_size(batch_size: float, n: int) -> None:
@@ -242,7 +252,10 @@ def make_private(
     `opacus.PrivacyEngine.make_private` derives q and b from the loader's length, which rounds: 50,000 examples in
     batches of 4,096 are accounted and scaled as 3,846. Here both are what was asked for.
 
-    The loop stays the usual one: for each (x, y) of the loader: zero_grad, ``loss(model(x), y).backward()``, step.
+    The loop stays the usual one: for each (x, y) of the loader: zero_grad, ``loss(model(x), y).backward()`` once, step.
+    Two things our own loop does are not done here: an example whose gradient is not finite is not dropped (the step
+    raises instead, which says that there was one), and a module that mixes the examples of a batch in its own code is
+    not noticed. Publish `state_dict()`, never the pickled module.
 
     Parameters
     ----------
@@ -280,6 +293,17 @@ def make_private(
     check_batch_size(batch_size, n)
     if getattr(loss, "reduction", None) != "mean":
         raise ValueError(f"loss must be a module with reduction='mean', got {loss!r}; e.g. nn.CrossEntropyLoss()")
+    if getattr(loss, "weight", None) is not None or getattr(loss, "ignore_index", -100) != -100:
+        raise ValueError(
+            "a loss with class weights or ignore_index divides by what the batch holds, so one example rescales all "
+            "others before clipping; weight the classes in private_gradient's loss, or not at all"
+        )
+    parameters = trainable(model)
+    if {id(p) for p in parameters.values()} != {id(p) for g in optimizer.param_groups for p in g["params"]}:
+        raise ValueError(
+            "the optimizer must hold exactly the model's trainable parameters; the others would keep raw gradients: "
+            "freeze them with requires_grad_(False) before building the optimizer"
+        )
     check_hooks_fit(model, dataset)
     # Images need no gradient of their own; torch remarks on that at the first backward, and nothing follows from it.
     warnings.filterwarnings("ignore", message="Full backward hook is firing", category=UserWarning)
@@ -296,8 +320,25 @@ def make_private(
         expected_batch_size=batch_size,
         generator=generator,
     )
-    if accountant is not None:
-        dp.attach_step_hook(accountant.get_optimizer_hook_fn(sample_rate=batch_size / n))
+    count = accountant.get_optimizer_hook_fn(sample_rate=batch_size / n) if accountant is not None else None
+
+    def before_step(dp: DPOptimizer) -> None:
+        if dp.accumulated_iterations != 1:
+            raise ValueError(
+                "backward ran more than once since zero_grad, so one example counts several times over; average the "
+                "losses and call backward once"
+            )
+        if {id(p) for p in trainable(model).values()} != {id(p) for p in parameters.values()}:
+            raise ValueError("parameters were frozen or unfrozen after make_private; call it again, on a new optimizer")
+        if count is not None:
+            count(dp)
+        for p in parameters.values():  # what is not yet private must not outlive the step
+            for name in ("grad_sample", "summed_grad", "_norm_sample"):
+                if getattr(p, name, None) is not None:
+                    setattr(p, name, None)
+        check_finite(parameters)
+
+    dp.attach_step_hook(before_step)
     loader = DPDataLoader(dataset, sample_rate=batch_size / n, generator=generator)
     return PrivateParts(module, dp, loader, DPLossFastGradientClipping(module, dp, loss) if ghost else loss)
 

@@ -255,6 +255,7 @@ class Run:
             n=self.images.n,
             accountant=config.accountant,
             simulation=config.seed is not None,
+            holdout=config.holdout,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -272,11 +273,12 @@ class Run:
         }
 
     def identity(self) -> dict[str, Any]:
-        """What must be the same for a resumed run to be the same run: configuration, recipe, data, torch."""
+        """What must be the same for a resumed run to be the same run; so must threads and hardware, to the last bit."""
         return {
             "config": asdict(self.config),
             "recipe": RECIPE,
             "data": self.images.fingerprint,
+            "noise_multiplier": self.noise_multiplier,
             "torch": str(torch.__version__),
         }
 
@@ -411,7 +413,8 @@ def train(now: Run, checkpoint_path: str | Path | None, say: Callable[[str], Non
             now.step += 1
             bar.update()
             seen, losses = seen + 1, losses + diagnostics.loss
-            last = now.step == now.steps or interrupted()
+            stop = interrupted()  # read once: what ends the run must also save it
+            last = now.step == now.steps or stop
             if int(now.epoch(now.step)) > int(now.epoch(now.step - 1)) or last:
                 now.trace += curvature_trace(now)
                 if checkpoint_path is not None:
@@ -424,7 +427,7 @@ def train(now: Run, checkpoint_path: str | Path | None, say: Callable[[str], Non
                         f"  [diagnostic, not covered by epsilon: training loss {losses / seen:.3f}]"
                     )
                 seen, losses, begin = 0, 0.0, time.perf_counter()
-            if interrupted():
+            if stop:
                 break
     return now.step == now.steps
 

@@ -187,6 +187,92 @@ def test_poisson_batches_have_the_right_law():
     assert len({tuple(index.tolist()) for index in sets[:100]}) > 95
 
 
+def test_unseeded_generators_hold_more_than_32_bits():
+    """`manual_seed` keeps 32 bits: an attacker could try them all. No such seed explains an unseeded stream."""
+    generator = mechanism.new_generator()
+    plain = torch.Generator().manual_seed(generator.initial_seed())
+    assert not torch.equal(torch.randn(9, generator=plain), torch.randn(9, generator=generator))
+    words = [mechanism.new_generator().get_state().view(torch.int64)[3:627] for _ in range(2)]
+    assert all(len(w.unique()) > 620 and w.min() >= 0 and w.max() < 2**32 for w in words)
+    assert (words[0] == words[1]).sum() < 3
+    draws = torch.randn(200_000, generator=generator, dtype=torch.float64)
+    assert abs(float(draws.mean())) < 4 / len(draws) ** 0.5
+    assert abs(float(draws.var()) - 1) < 4 * (2 / len(draws)) ** 0.5
+
+
+def test_successive_noises_are_independent():
+    model = models.mlp((3, 16, 16), 5, hidden=64)
+    dp = mechanism.mechanism(adaptive.sgd(model.parameters(), lr=0.1), n=N, **SETTINGS)
+    empty = torch.zeros(0, 3, 16, 16), torch.zeros(0, dtype=torch.int64)
+    first, second = ((mechanism.private_gradient(model, F.cross_entropy, *empty, dp), flat(model))[1] for _ in range(2))
+    correlation = torch.corrcoef(torch.stack([first, second]))[0, 1]
+    assert abs(float(correlation)) < 4 / len(first) ** 0.5
+
+
+def test_half_precision_is_refused(images):
+    with pytest.raises(ValueError, match="keep the parameters in float32"):
+        own(network().bfloat16(), images[0].bfloat16(), images[1])
+
+
+def door(model, mode="hooks", loss=None, optimizer=None, **changes):
+    return mechanism.make_private(
+        model, optimizer or torch.optim.SGD(model.parameters(), lr=0.1), VECTORS, loss=loss or nn.CrossEntropyLoss(),
+        mode=mode, **{"noise_multiplier": 1.0, "max_grad_norm": 1.0, "batch_size": 2, **changes},
+    )  # fmt: skip
+
+
+def test_the_doors_loader_draws_with_exact_q():
+    parts = door(nn.Linear(4, 3))
+    sizes = [len(x) for _ in range(300) for x, _ in parts.loader]
+    assert sum(sizes) / len(sizes) == pytest.approx(2, abs=4 * (2 * 0.75 / len(sizes)) ** 0.5)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_after_a_step_through_the_door_no_parameter_carries_an_example(mode):
+    model = nn.Linear(4, 3)
+    parts = door(model, mode)
+    for _ in range(2):
+        parts.optimizer.zero_grad()
+        parts.loss(parts.model(VECTORS.tensors[0]), VECTORS.tensors[1]).backward()
+        parts.optimizer.step()
+        for p in model.parameters():
+            assert {name for name, value in vars(p).items() if isinstance(value, (torch.Tensor, list))} <= {"grad"}
+
+
+def test_the_door_refuses_what_breaks_its_sensitivity():
+    x, y = VECTORS.tensors
+    parts = door(nn.Linear(4, 3))
+    for _ in range(2):
+        parts.loss(parts.model(x), y).backward()
+    with pytest.raises(ValueError, match="backward ran more than once"):
+        parts.optimizer.step()
+    for loss in (nn.CrossEntropyLoss(weight=torch.ones(3)), nn.CrossEntropyLoss(ignore_index=0)):
+        with pytest.raises(ValueError, match="class weights or ignore_index"):
+            door(nn.Linear(4, 3), loss=loss)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    with pytest.raises(ValueError, match="exactly the model's trainable parameters"):
+        door(model, optimizer=torch.optim.SGD(model[0].parameters(), lr=0.1))
+    model[0].requires_grad_(False)
+    parts = door(model, "ghost", optimizer=torch.optim.SGD(model[1].parameters(), lr=0.1))
+    model[0].requires_grad_(True)
+    parts.loss(parts.model(x), y).backward()
+    with pytest.raises(ValueError, match="frozen or unfrozen after make_private"):
+        parts.optimizer.step()
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_the_door_raises_on_a_gradient_that_is_not_finite(mode):
+    model = nn.Linear(4, 3)
+    before = model.weight.detach().clone()
+    parts = door(model, mode)
+    x = VECTORS.tensors[0].clone()
+    x[0, 0] = float("inf")
+    parts.loss(parts.model(x), VECTORS.tensors[1]).backward()
+    with pytest.raises(FloatingPointError, match="not finite"):
+        parts.optimizer.step()
+    assert torch.equal(model.weight, before)
+
+
 def test_unseeded_masks_and_noise_differ_from_run_to_run():
     first, second = (next(mechanism.poisson_batches(1000, 500, 1)).tolist() for _ in range(2))
     assert first != second

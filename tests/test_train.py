@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dpivon import accounting, checkpoint, data, ledger, methods, train
+from dpivon import accounting, checkpoint, data, ledger, mechanism, methods, train
 
 SMALL = train.Config(data="digits", epsilon=3.0, epochs=3, seed=7)
 
@@ -53,7 +53,10 @@ def test_the_non_private_twin_learns_and_promises_nothing(digits):
 
 
 def test_nothing_computed_from_single_examples_is_recorded(digits):
-    text = json.dumps(train.run(SMALL, images=digits))
+    record = train.run(SMALL, images=digits)
+    assert set(record["results"]) == {"mean", "trace", "steps", "resumed_at"}
+    assert set(record["results"]["mean"]) == {"accuracy", "nll", "ece", "brier", "overconfidence"}
+    text = json.dumps(record)
     for word in ("loss", "clipped", "fingerprint", digits.fingerprint):
         assert word not in text.replace("not the training loss", "")
 
@@ -75,6 +78,36 @@ def test_methods_that_share_a_seed_share_weights_and_batches(digits):
     ]
     assert torch.equal(*(weights(now) for now in runs))
     assert torch.equal(*(now.sources["batches"].get_state() for now in runs))
+
+
+def test_the_generators_of_a_run_are_different_streams(digits):
+    for seed in (7, None):
+        sources = train.Run(train.resolve(replace(SMALL, seed=seed)), digits).sources
+        draws = [torch.rand((), generator=source, dtype=torch.float64).item() for source in sources.values()]
+        assert len(set(draws)) == len(draws) == 5
+
+
+def test_the_loop_draws_batches_of_the_accounted_size(digits, monkeypatch):
+    sizes = []
+    gradient = mechanism.private_gradient
+
+    def counting(model, loss, x, y, dp):
+        sizes.append(len(y))
+        return gradient(model, loss, x, y, dp)
+
+    monkeypatch.setattr(mechanism, "private_gradient", counting)
+    record = train.run(replace(SMALL, epochs=30), images=digits)
+    b, n, q = record["privacy"]["batch_size"], digits.n, record["privacy"]["sample_rate"]
+    assert len(sizes) == record["privacy"]["steps"]
+    assert sum(sizes) / len(sizes) == pytest.approx(b, abs=4 * (n * q * (1 - q) / len(sizes)) ** 0.5)
+
+
+def test_resuming_with_another_noise_multiplier_is_refused(digits, tmp_path, monkeypatch):
+    file = tmp_path / "run.ckpt"
+    train.run(replace(SMALL, epochs=0.5), images=digits, checkpoint_path=file)
+    monkeypatch.setattr(accounting, "noise_for", lambda *arguments: 0.5)
+    with pytest.raises(ValueError, match="noise_multiplier differ"):
+        train.run(replace(SMALL, epochs=0.5), images=digits, checkpoint_path=file)
 
 
 def test_the_global_random_state_is_left_alone(digits):
@@ -136,6 +169,10 @@ def test_resuming_on_other_settings_or_data_is_refused(digits, tmp_path):
 def test_the_checkpoint_is_secret_whole_and_not_code(digits, tmp_path):
     file = tmp_path / "Prüf.ckpt"
     train.run(replace(SMALL, epochs=0.5), images=digits, checkpoint_path=file)
+    left = tmp_path / "Prüf.ckpt.part"
+    left.touch(0o666)
+    train.run(replace(SMALL, epochs=0.5, seed=9), images=digits, checkpoint_path=tmp_path / "other.ckpt")
+    checkpoint.save(file, checkpoint.load(file))
     assert file.stat().st_mode & 0o077 == 0
     content = file.read_bytes()
     changed = bytearray(content)
@@ -193,6 +230,7 @@ def test_holding_out_never_touches_the_test_set(digits):
     record = train.run(replace(SMALL, holdout=200), images=digits)
     assert record["privacy"]["n"] == digits.n - 200
     assert record["results"] != train.run(SMALL, images=digits)["results"]
+    assert "not the metrics, which are of 200 held-out private examples" in record["privacy"]["released"]
 
 
 @pytest.mark.parametrize("name", list(methods.METHODS))
