@@ -234,7 +234,7 @@ def test_statement_computes_what_it_states():
     text = str(said)
     for part in ("512 / 50000", "800 steps", "sigma 1.1", "clipping norm 0.5", "Poisson", "RDP", "1e-05"):
         assert part in text
-    for part in ("one training example", "add or remove", "not the training loss", "tuned", "not cryptographic"):
+    for part in ("one training example", "add or remove", "not the training loss", "each tried setting", "not cryptographic"):
         assert part in text
     assert "simulation" not in text
 
@@ -242,7 +242,7 @@ def test_statement_computes_what_it_states():
 def test_statement_of_a_seeded_run_says_so():
     common = {"max_grad_norm": 1.0, "batch_size": 10, "n": 100, "accountant": "prv"}
     seeded = accounting.statement(1.0, 5, 1e-3, simulation=True, **common)
-    assert "not private against anyone who knows the seed" in str(seeded)
+    assert "a simulation, reproducible and not private" in str(seeded)
     assert "PRV" in str(seeded)
     assert seeded.epsilon == accounting.epsilon(1.0, 0.1, 5, 1e-3, "prv")
     record = seeded.record()

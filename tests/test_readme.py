@@ -115,7 +115,8 @@ def test_the_run_shown_in_setup_is_the_run_that_happens(output):
 
 
 def test_the_epsilon_command_of_setup_finds_the_noise_of_that_run(output):
-    (words,) = [words for words in dpivon_commands() if words[0] == "epsilon" and "--n" in words]
+    words, *others = [words for words in dpivon_commands() if words[0] == "epsilon" and "--n" in words]
+    assert all(other == words for other in others)
     rdp = next(line for line in output(*words) if line.startswith("RDP"))
     sigma = re.search(r"sigma ([\d.]+),", SETUP)[1]
     assert float(rdp.split()[3]) == pytest.approx(float(sigma), abs=1e-3)

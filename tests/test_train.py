@@ -266,7 +266,7 @@ def test_at_strong_privacy_two_thirds_of_the_coordinates_are_below_the_noise(dig
         ({"noise_multiplier": 1.0}, "epsilon or noise_multiplier, not both"),
         ({"epsilon": -1.0}, "epsilon must be finite and > 0, got -1.0"),
         ({"epsilon": None, "noise_multiplier": -1.0}, "noise_multiplier must be finite and >= 0, got -1.0"),
-        ({"delta": 1.5}, r"delta must be below 1 / n"),
+        ({"delta": 1.5}, r"delta must be in \(0, 1\), got 1.5"),
         ({"max_grad_norm": 0.0}, "max_grad_norm must be finite and > 0, got 0.0"),
         ({"batch_size": 10_000}, "got 10000 for 1438 examples"),
         ({"epochs": 0.0}, "epochs must be finite and > 0, got 0.0"),

@@ -37,7 +37,7 @@ def build() -> bool:
     (SITE / "index.html").unlink(missing_ok=True)
     output = re.sub(r"\x1b\[[0-9;]*m", "", result.stdout)
     warnings = [line for line in output.splitlines() if re.search(r"WARNING|ERROR|CRITICAL", line)]
-    print("\n".join(warnings) or output)
+    print("\n".join(warnings) or output or f"jupyter-book ended with status {result.returncode}")
     print(f"error: the site has {len(warnings) or 'some'} problems, see above; mend them and build again")
     return False
 
