@@ -234,7 +234,13 @@ def test_statement_computes_what_it_states():
     text = str(said)
     for part in ("512 / 50000", "800 steps", "sigma 1.1", "clipping norm 0.5", "Poisson", "RDP", "1e-05"):
         assert part in text
-    for part in ("one training example", "add or remove", "not the training loss", "each tried setting", "not cryptographic"):
+    for part in (
+        "one training example",
+        "add or remove",
+        "not the training loss",
+        "each tried setting",
+        "not cryptographic",
+    ):
         assert part in text
     assert "simulation" not in text
 
