@@ -22,7 +22,8 @@ from tools.notebooks import ENVIRONMENT
 
 BIN = Path(sys.executable).parent
 PYTEST = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "--strict-markers", "--no-header"]
-WORKERS = ["-n", "2", "--dist"]  # a notebook's cells stay together (loadscope), a colour scheme's pages (loadgroup)
+# A notebook's cells stay together (loadscope), and so do the pages in one colour scheme (loadgroup).
+WORKERS = ["-n", "2", "--max-worker-restart", "0", "--dist"]
 UNITS = ["tests", "book", "-m", "not site and not browser", "--nbval-lax", "--nbval-current-env"]
 SITE = ["tests", "-m", "site or browser"]
 
