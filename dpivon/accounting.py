@@ -264,6 +264,8 @@ def statement(
     ValueError
         a value is out of range.
     """
+    if n < 1:
+        raise ValueError(f"n must be at least 1, got {n}; it is the number of training examples")
     if delta * n >= 1:
         raise ValueError(
             f"delta must be below 1 / n = {1 / n:.2g}, got {delta:g}: a larger one would allow "

@@ -88,9 +88,11 @@ def poisson_batches(
     Raises
     ------
     ValueError
-        b is not in (0, N].
+        b is not in (0, N], or T is negative.
     """
     check_batch_size(batch_size, n)
+    if steps < 0:
+        raise ValueError(f"steps must be >= 0, got {steps}")
     generator = generator or new_generator()
     for _ in range(steps):
         yield (torch.rand(n, generator=generator, dtype=torch.float64) < batch_size / n).nonzero().squeeze(1)

@@ -322,3 +322,8 @@ def test_statement_without_noise_promises_nothing():
 def test_statement_errors():
     with pytest.raises(ValueError, match=r"sample_rate must be in \(0, 1\], got 2"):
         accounting.statement(1.0, 10, DELTA, max_grad_norm=1.0, batch_size=200, n=100, simulation=True)
+
+
+def test_a_statement_about_nobody_is_refused():
+    with pytest.raises(ValueError, match="n must be at least 1, got 0"):
+        accounting.statement(1.0, 1, DELTA, max_grad_norm=1.0, batch_size=1, n=0, simulation=True)

@@ -273,6 +273,11 @@ def test_the_door_raises_on_a_gradient_that_is_not_finite(mode):
     assert torch.equal(model.weight, before)
 
 
+def test_a_negative_number_of_steps_is_refused():
+    with pytest.raises(ValueError, match="steps must be >= 0, got -1"):
+        next(mechanism.poisson_batches(10, 2, -1))
+
+
 def test_unseeded_masks_and_noise_differ_from_run_to_run():
     first, second = (next(mechanism.poisson_batches(1000, 500, 1)).tolist() for _ in range(2))
     assert first != second
