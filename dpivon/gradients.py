@@ -1,11 +1,14 @@
 """Per-example gradients, clipped and summed. The only file that sees the gradient of one example."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 Loss = Callable[[Any, Tensor], Tensor]
@@ -78,16 +81,90 @@ def per_example_gradients(model: nn.Module, loss: Loss, x: Any, y: Tensor) -> tu
     gradients, losses
         One tensor of shape (n, \\*p.shape) for each trainable parameter p, and the (n,) losses.
     """
+    gradients, losses, _ = chunk_gradients(model, loss, x, y)
+    return [g for g in gradients.values() if isinstance(g, Tensor)], losses
+
+
+class Outer(NamedTuple):
+    """Per-example gradients of a linear layer's weight, g_i = delta_i a_i^T, without the product (Goodfellow, 2015).
+
+    Parameters
+    ----------
+    delta
+        (n, out), gradients with respect to the layer's output.
+    a
+        (n, in), the layer's inputs.
+    """
+
+    delta: Tensor
+    a: Tensor
+
+    def norms(self) -> Tensor:
+        """The (n,) Euclidean norms: that of an outer product is the product of the norms."""
+        return torch.linalg.vector_norm(self.delta, dim=1) * torch.linalg.vector_norm(self.a, dim=1)
+
+    def weighted_sum(self, factors: Tensor) -> Tensor:
+        """The sum of factor_i g_i, in one matrix product."""
+        return (factors.unsqueeze(1) * self.delta).T @ self.a
+
+
+class LinearCalls(TorchFunctionMode):
+    """Sees every use of some weights. One that only ever multiplies one vector of an example has an `Outer` gradient.
+
+    Such a layer's input is kept in `inputs`, and a zero is added to its output, whose gradient is delta. The names of
+    weights that are used in any other way, or twice, go to `others`: for them the shortcut would be wrong.
+    """
+
+    def __init__(self, weights: dict[str, Tensor], zeros: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.names = {id(weight): name for name, weight in weights.items()}
+        self.zeros = zeros
+        self.inputs: dict[str, Tensor] = {}
+        self.others: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call `func`; note what it does with the weights."""
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        for name in [self.names[id(leaf)] for leaf in tree_leaves((args, kwargs)) if id(leaf) in self.names]:
+            multiplies = func is F.linear and len(args) > 1 and self.names.get(id(args[1])) == name
+            if multiplies and args[0].dim() == 2 and len(args[0]) == 1 and name not in self.inputs:
+                self.inputs[name] = args[0][0].clone()  # the model may go on to change it in place
+                output = output + self.zeros[name]
+            else:
+                self.others.add(name)
+        return output
+
+
+def chunk_gradients(
+    model: nn.Module, loss: Loss, x: Any, y: Tensor, outer: Collection[str] = ()
+) -> tuple[dict[str, Tensor | Outer], Tensor, set[str]]:
+    """As `per_example_gradients`, by name; those of the weights named in `outer` come as `Outer` products.
+
+    Returns
+    -------
+    gradients, losses, others
+        `others` names the weights of `outer` that do not fit it, see `LinearCalls`; if there is one, ask again without.
+    """
     parameters = {name: p.detach() for name, p in trainable(model).items()}
-    rest = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
-    rest |= {name: buffer.detach() for name, buffer in model.named_buffers()}
+    constants = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
+    constants |= {name: buffer.detach() for name, buffer in model.named_buffers()}
+    weights = {name: parameters.pop(name) for name in outer}
+    zeros = {name: weight.new_zeros(len(weight)) for name, weight in weights.items()}
+    others: set[str] = set()
 
-    def one(parameters: dict[str, Tensor], x: Any, y: Tensor) -> Tensor:
-        output = functional_call(model, {**parameters, **rest}, (tree_map(lambda t: t.unsqueeze(0), x),))
-        return loss(output, y.unsqueeze(0))
+    def one(wanted: tuple[dict[str, Tensor], dict[str, Tensor]], x: Any, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        parameters, zeros = wanted
+        with LinearCalls(weights, zeros) as calls:
+            everything = {**parameters, **weights, **constants}
+            output = functional_call(model, everything, (tree_map(lambda t: t.unsqueeze(0), x),))
+        others.update(calls.others)
+        return loss(output, y.unsqueeze(0)), calls.inputs
 
-    gradients, losses = vmap(grad_and_value(one), in_dims=(None, 0, 0), randomness="different")(parameters, x, y)
-    return list(gradients.values()), losses.detach()
+    each = vmap(grad_and_value(one, has_aux=True), in_dims=(None, 0, 0), randomness="different")
+    (full, deltas), (losses, inputs) = each((parameters, zeros), x, y)
+    gradients = {**full, **{name: Outer(deltas[name], a) for name, a in inputs.items()}}
+    return gradients, losses.detach(), others
 
 
 def clip_factors(norms: Tensor, max_grad_norm: float) -> Tensor:
@@ -106,13 +183,19 @@ def clip_factors(norms: Tensor, max_grad_norm: float) -> Tensor:
     return torch.where(norms.isfinite(), factors, 0.0)
 
 
-def default_chunk(model: nn.Module) -> int:
-    """How many examples to differentiate at once: about 32 MiB of per-example gradients, between 8 and 64.
+def linear_weights(model: nn.Module) -> set[str]:
+    """The names of the trainable weights of linear layers, whose gradients may be `Outer` products."""
+    names = {f"{name}.weight".lstrip(".") for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    return names & trainable(model).keys()
+
+
+def default_chunk(model: nn.Module, outer: Collection[str]) -> int:
+    """How many examples to differentiate at once: about 32 MiB of per-example gradients, between 8 and 128.
 
     Larger chunks fall out of the processor's cache, smaller ones pay Python more often.
     """
-    size = sum(p.numel() for p in trainable(model).values())
-    return int(min(64, max(8, 2**23 // max(size, 1))))
+    size = sum(p.numel() for name, p in trainable(model).items() if name not in outer)
+    return int(min(128, max(8, 2**23 // max(size, 1))))
 
 
 def clipped_sum(
@@ -144,10 +227,10 @@ def clipped_sum(
     """
     if not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm must be > 0, got {max_grad_norm}; 1.0 is a common start")
-    parameters = list(trainable(model).values())
+    parameters = trainable(model)
     if not parameters:
         raise ValueError("the model has no trainable parameter; set requires_grad on those that should learn")
-    if any(p.dtype in (torch.float16, torch.bfloat16) for p in parameters):
+    if any(p.dtype in (torch.float16, torch.bfloat16) for p in parameters.values()):
         raise ValueError(
             "parameters in half precision round the sum of many gradients by more than one example's share, so its "
             "sensitivity exceeds max_grad_norm; keep the parameters in float32"
@@ -156,23 +239,35 @@ def clipped_sum(
     if len(lengths) != 1:
         raise ValueError(f"x and y must hold the same number of examples, got {sorted(lengths)}")
 
-    sums = [torch.zeros_like(p) for p in parameters]
-    chunk_size = chunk_size or default_chunk(model)
-    total_loss = clipped = 0.0
-    for start in range(0, len(y), chunk_size):  # an empty batch never enters: vmap cannot map over nothing
-        part = slice(start, start + chunk_size)
-        gradients, losses = per_example_gradients(model, loss, take(x, part), y[part])
-        norms = torch.stack([torch.linalg.vector_norm(g.flatten(1), dim=1) for g in gradients]).norm(dim=0)
+    sums = {name: torch.zeros_like(p) for name, p in parameters.items()}
+    outer = linear_weights(model)
+    total_loss, clipped, start, size = 0.0, 0.0, 0, len(y)
+    while start < size:  # an empty batch never enters: vmap cannot map over nothing
+        part = slice(start, start + (chunk_size or default_chunk(model, outer)))
+        gradients, losses, others = chunk_gradients(model, loss, take(x, part), y[part], outer)
+        if others:
+            outer -= others
+            continue
+        norms = torch.stack([norms_of(g) for g in gradients.values()]).norm(dim=0)
         factors = clip_factors(norms, max_grad_norm)
-        finite = norms.isfinite()
-        if not finite.all():  # 0 * inf is not 0
-            gradients = [torch.where(finite.view(-1, *[1] * (g.dim() - 1)), g, 0.0) for g in gradients]
-        for total, g in zip(sums, gradients, strict=True):
-            total += torch.tensordot(factors, g, dims=1)
+        if not norms.isfinite().all():  # 0 * inf is not 0
+            gradients = {name: tree_map(partial(zero_where, ~norms.isfinite()), g) for name, g in gradients.items()}
+        for name, g in gradients.items():
+            sums[name] += g.weighted_sum(factors) if isinstance(g, Outer) else torch.tensordot(factors, g, dims=1)
         total_loss += float(losses.sum())
         clipped += float((factors < 1).sum())
-    size = len(y)
-    return ClippedSum(sums, total_loss / max(size, 1), clipped / max(size, 1), size)
+        start = part.stop
+    return ClippedSum(list(sums.values()), total_loss / max(size, 1), clipped / max(size, 1), size)
+
+
+def norms_of(g: Tensor | Outer) -> Tensor:
+    """The (n,) Euclidean norms of n gradients of one parameter."""
+    return g.norms() if isinstance(g, Outer) else torch.linalg.vector_norm(g.flatten(1), dim=1)
+
+
+def zero_where(mask: Tensor, t: Tensor) -> Tensor:
+    """The tensor with zeros for the examples that `mask` marks."""
+    return torch.where(mask.view(-1, *[1] * (t.dim() - 1)), 0.0, t)
 
 
 def mean_gradient(model: nn.Module, loss: Loss, x: Any, y: Tensor) -> tuple[list[Tensor], float]:

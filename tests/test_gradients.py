@@ -39,6 +39,44 @@ class Shared(nn.Module):
         return self.out(self.twice(h) + self.frozen(batch["v"]))
 
 
+class Tied(nn.Module):
+    """Weights of linear layers in other company: transposed, on a sequence, through a function of the user's own."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.code, self.out, self.use = nn.Linear(4, 4), nn.Linear(4, 3), use
+
+    def forward(self, x):
+        return self.out(self.use(self.code, x))
+
+
+class Product(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, weight):
+        return x @ weight.T
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, g):
+        x, weight = ctx.saved_tensors
+        return g @ weight, g.T @ x
+
+
+USES = {
+    "transposed": lambda layer, x: layer(x) @ layer.weight.T,
+    "sequence": lambda layer, x: layer(x.unsqueeze(1).expand(-1, 3, -1).cumsum(1)).mean(1),
+    "function": lambda layer, x: layer(x) + Product.apply(x, layer.weight),
+    "keyword": lambda layer, x: F.linear(x, weight=layer.weight),
+    "penalty": lambda layer, x: layer(x) * layer.weight.square().sum(),
+    "input": lambda layer, x: F.linear(layer.weight[:1] * x, layer.weight),
+}
+
+
 def cases():
     torch.manual_seed(0)
     y = torch.randint(0, 3, (7,))
@@ -48,6 +86,12 @@ def cases():
     yield "dict", Shared(), {"u": torch.randn(7, 4), "v": torch.randn(7, 4)}, y
     inplace = nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.GroupNorm(2, 8), nn.Linear(8, 3))
     yield "in-place", inplace, torch.randn(7, 4), y
+    yield "one layer", nn.Linear(4, 3), torch.randn(7, 4), y
+    bias = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3, bias=False))
+    bias[0].bias.requires_grad_(False)
+    yield "frozen bias", bias, torch.randn(7, 4), y
+    for name, use in USES.items():
+        yield name, Tied(use), torch.randn(7, 4), y
 
 
 @pytest.mark.filterwarnings("ignore:.*batching rule.*:UserWarning")
@@ -66,6 +110,44 @@ def test_agrees_with_one_backward_per_example(name, model, x, y):
     after = model.state_dict()
     assert all(torch.equal(before[key], after[key]) for key in before)
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:.*batching rule.*:UserWarning")
+@pytest.mark.parametrize(("name", "model", "x", "y"), list(cases()), ids=[case[0] for case in cases()])
+@pytest.mark.parametrize("max_grad_norm", [0.1, 1e6])
+def test_the_clipped_sum_is_the_sum_of_clipped_gradients(name, model, x, y, max_grad_norm):
+    per_example, _ = gradients.per_example_gradients(model, F.cross_entropy, x, y)
+    norms = torch.cat([g.flatten(1) for g in per_example], dim=1).norm(dim=1)
+    factors = (max_grad_norm / norms).clamp(max=1)
+    got = gradients.clipped_sum(model, F.cross_entropy, x, y, max_grad_norm, chunk_size=4).sums
+    for total, g in zip(got, per_example, strict=True):
+        torch.testing.assert_close(total, torch.tensordot(factors, g, dims=1), atol=1e-5, rtol=1e-4)
+
+
+def test_linear_layers_take_the_short_way_where_it_is_right():
+    x, y = torch.randn(5, 4), torch.randint(0, 3, (5,))
+    for use in (lambda layer, x: layer(x), *USES.values()):
+        model = Tied(use)
+        names = gradients.linear_weights(model)
+        found, _, others = gradients.chunk_gradients(model, F.cross_entropy, x, y, names)
+        assert names == {"code.weight", "out.weight"}
+        assert isinstance(found["out.weight"], gradients.Outer)
+        assert others == ({"code.weight"} if use in USES.values() else set())
+
+
+def test_an_input_that_is_changed_in_place_afterwards_is_remembered_as_it_was():
+    x, y = torch.randn(5, 4), torch.randint(0, 3, (5,))
+    model = Tied(lambda layer, x: layer(h := 2 * x) + h.mul_(3))
+    expected = gradients.clipped_sum(model, F.cross_entropy, x, y, 1.0)
+    model.use = lambda layer, x: layer(2 * x) + 6 * x
+    torch.testing.assert_close(gradients.clipped_sum(model, F.cross_entropy, x, y, 1.0), expected)
+
+
+def test_chunks_shrink_with_what_must_be_stored():
+    small, large = models.lenet((3, 32, 32), 10), models.tanh_cnn((3, 32, 32), 10)
+    assert gradients.default_chunk(small, gradients.linear_weights(small)) == 128
+    assert gradients.default_chunk(large, gradients.linear_weights(large)) < 32
+    assert gradients.default_chunk(large, ()) < gradients.default_chunk(large, gradients.linear_weights(large))
 
 
 @given(
