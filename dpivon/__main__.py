@@ -26,12 +26,16 @@ class Train:
         the file that gets one line for this run.
     checkpoint
         resume from this file if it exists, and save to it after each epoch. Keep it secret.
+    export
+        write the learned posterior and its privacy statement to this file, which may be published where the
+        statement says so. `dpivon.posterior.load` reads it.
     """
 
     config: tyro.conf.OmitArgPrefixes[train.Config]
     root: Path | None = None
     ledger: Path = Path("runs.jsonl")
     checkpoint: Path | None = None
+    export: Path | None = None
 
     def __call__(self) -> None:
         train.check_writable(self.ledger)
@@ -39,11 +43,14 @@ class Train:
             self.config,
             root=self.root,
             checkpoint_path=self.checkpoint,
+            export_path=self.export,
             report=lambda line: print(line, flush=True),
         )
         print(summary(record), flush=True)  # first: a full disk must not hide the results
         ledger.append(self.ledger, record)
         print(f"recorded in {self.ledger} as {record['key']}")
+        if self.export is not None:
+            print(f"exported to {self.export}")
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,31 @@ def save(path: str | Path, state: dict[str, Any]) -> None:
     buffer = io.BytesIO()
     torch.save(state, buffer)
     payload = buffer.getvalue()
+    write(path, MAGIC + hashlib.sha256(payload).digest() + payload, secret=True)
+
+
+def write(path: str | Path, content: bytes, secret: bool) -> None:
+    """Replace `path` by `content`; on any failure the old file stays, and no part of the new one is left.
+
+    Parameters
+    ----------
+    path
+        where to write; its folder must exist.
+    content
+        all of it.
+    secret
+        only the owner may read it.
+
+    Raises
+    ------
+    OSError
+        the file cannot be written.
+    """
     part = Path(f"{path}.part")
     try:
         part.unlink(missing_ok=True)  # left by a crash, perhaps with other permissions
-        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(MAGIC + hashlib.sha256(payload).digest() + payload)
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if secret else 0o644), "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)

@@ -43,7 +43,8 @@ def price(g: Tensor, deviation: Tensor, state: State, group: Group) -> Tensor:
     .. math:: \\hat h = g \\, \\frac{\\theta - m}{\\sigma_v^2}, \\qquad
         \\sigma_v^2 = \\frac{1}{N_{\\rm ess} (h + \\delta_v)}
     """
-    return g * deviation * (group["ess"] * (state["h"] + group["weight_decay"]))
+    precision = (state["h"] + group["weight_decay"]).mul_(group["ess"])
+    return precision.mul_(deviation).mul_(g)
 
 
 def gradsq(g: Tensor, deviation: Tensor, state: State, group: Group) -> Tensor:
@@ -59,7 +60,7 @@ def noise_corrected(g: Tensor, deviation: Tensor, state: State, group: Group) ->
 
     .. math:: \\hat h = N_{\\rm ess} \\max\\left(g_{\\rm dp}^2 - \\frac{\\sigma_p^2 C^2}{b^2},\\, 0\\right)
     """
-    return scaled((g.square() - group["noise_std"] ** 2).clamp(min=0), group)
+    return scaled(g.square().sub_(group["noise_std"] ** 2).clamp_(min=0), group)
 
 
 def average_then_project(g: Tensor, deviation: Tensor, state: State, group: Group) -> Tensor:

@@ -1,5 +1,6 @@
 """IVON (Improved Variational Online Newton): a Gaussian posterior over the weights, learned at the price of Adam."""
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -89,7 +90,8 @@ class IVON(torch.optim.Optimizer):
         }  # fmt: skip
         super().__init__(params, defaults)
         self.curvature, self.generator = curvature, generator
-        self.deviations: dict[Tensor, Tensor] = {}
+        self.deviations: dict[Tensor, Tensor] = {}  # theta - m of the draw that the next step belongs to
+        self.drawing = False
         self.vectors: dict[tuple[Any, ...], tuple[Tensor, list[Tensor]]] = {}
 
     def trained(self, group: dict[str, Any]) -> list[Tensor]:
@@ -118,29 +120,46 @@ class IVON(torch.optim.Optimizer):
                 self.state[p][name] = view
         return vector
 
+    def scratch(self, parameters: list[Tensor], name: str) -> tuple[Tensor, list[Tensor]]:
+        """A vector for all parameters and its views, whose content nobody keeps: allocated once."""
+        key = ("scratch", name, *map(id, parameters))
+        if key not in self.vectors:
+            vector = flat(parameters)
+            self.vectors[key] = vector, unflat(vector, parameters)
+        return self.vectors[key]
+
     @contextmanager
     def sampled_params(self) -> Iterator[None]:
         """Within, the parameters are a draw theta ~ N(m, 1 / (N_ess (h + delta_v))); after, the mean m again.
 
         Forward and backward belong inside. A backward after it raises, since the parameters were changed in place.
+
+        Raises
+        ------
+        RuntimeError
+            a draw is already in place: the mean would be lost.
         """
+        if self.drawing:
+            raise RuntimeError("the parameters are a draw already; leave `sampled_params()` before entering it again")
         drawn = []
         with torch.no_grad():
             for group in self.param_groups:
                 if not (parameters := self.trained(group)):
                     continue
+                deviation, deviations = self.scratch(parameters, "deviation")
+                _, means = self.scratch(parameters, "mean")
+                torch.randn(deviation.shape, generator=self.generator, out=deviation)
                 precision = (self.vector(parameters, "h") + group["weight_decay"]).mul_(group["ess"])
-                z = torch.randn(
-                    precision.shape, generator=self.generator, dtype=precision.dtype, device=precision.device
-                )
-                deviations = unflat(z.div_(precision.sqrt_()), parameters)
-                means = [p.clone() for p in parameters]
+                deviation.mul_(precision.rsqrt_())
+                torch._foreach_copy_(means, parameters)
+                torch._foreach_add_(parameters, deviations)
                 drawn.append((parameters, means))
                 self.deviations.update(zip(parameters, deviations, strict=True))
-                torch._foreach_add_(parameters, deviations)
+        self.drawing = True
         try:
             yield
         finally:
+            self.drawing = False
             with torch.no_grad():
                 for parameters, means in drawn:
                     torch._foreach_copy_(parameters, means)
@@ -164,11 +183,25 @@ class IVON(torch.optim.Optimizer):
             step = self.state[parameters[0]]["step"] + 1
             for p in parameters:
                 self.state[p]["step"] = step
-            momentum = self.vector(parameters, "momentum").mul_(beta1).add_(g, alpha=1 - beta1)
-            direction = (momentum / (1 - beta1**step)).add_(flat(parameters), alpha=damping).div_(new["h"] + damping)
+            momentum = self.vector(parameters, "momentum").lerp_(g, 1 - beta1)
+            direction, directions = self.scratch(parameters, "mean")
+            torch._foreach_copy_(directions, parameters)
+            correction = 1 - beta1**step  # of the momentum, moved out: (a / c + d m) / k = (a + c d m) / (c k)
+            direction.mul_(correction * damping).add_(momentum).div_(new["h"].add_(damping))
             lr = group["lr"] * (group["hess_init"] + damping if group["rescale_lr"] else 1)
-            torch._foreach_sub_(parameters, unflat(direction, parameters), alpha=lr)
+            torch._foreach_sub_(parameters, directions, alpha=lr / correction)
         self.deviations.clear()
+
+    def variance(self) -> dict[Tensor, Tensor]:
+        """The posterior's variance of every parameter that learns.
+
+        .. math:: \\sigma_v^2 = \\frac{1}{N_{\\rm ess} (h + \\delta_v)}
+        """
+        return {
+            p: 1 / (group["ess"] * (self.state[p]["h"] + group["weight_decay"]))
+            for group in self.param_groups
+            for p in self.trained(group)
+        }
 
     def cohorts(self) -> list[tuple[dict[str, Any], list[Tensor]]]:
         """(group, parameters) with a gradient and the same age: what is updated as one vector, which is fast."""
@@ -183,13 +216,17 @@ class IVON(torch.optim.Optimizer):
         """The cohort's gradient as one vector, and the new value of h and of what the estimator remembers."""
         if any(p not in self.deviations for p in parameters):
             raise RuntimeError("take the gradient inside `with optimizer.sampled_params():` before step()")
-        g = flat(p.grad for p in parameters)
+        g, gradients = self.scratch(parameters, "gradient")
+        torch._foreach_copy_(gradients, [p.grad for p in parameters if p.grad is not None])
         if not finite(g):
             raise FloatingPointError("a gradient is not finite; nothing was changed: lower the learning rate")
         old = self.state[parameters[0]]
         remembered = {name: self.vector(parameters, name) for name in old.keys() - {"step", "momentum"}}
         state = {"step": old["step"] + 1, "sizes": [p.numel() for p in parameters], **remembered}
-        h_hat = ESTIMATORS[self.curvature](g, flat(self.deviations[p] for p in parameters), state, group)
+        deviation, deviations = self.scratch(parameters, "deviation")
+        if any(self.deviations[p] is not view for p, view in zip(parameters, deviations, strict=True)):
+            torch._foreach_copy_(deviations, [self.deviations[p] for p in parameters])
+        h_hat = ESTIMATORS[self.curvature](g, deviation, state, group)
         state["h"] = new_curvature(state["h"], h_hat, group)
         if not finite(state["h"]):
             raise FloatingPointError("the curvature overflows; lower ess or scale, or clip to a smaller norm")
@@ -209,7 +246,7 @@ def unflat(vector: Tensor, parameters: list[Tensor]) -> list[Tensor]:
 
 def finite(vector: Tensor) -> bool:
     """Whether all entries are finite: NaN and infinity survive a sum, ten times as fast as `isfinite().all()`."""
-    return bool(vector.sum().isfinite())
+    return math.isfinite(float(vector.sum()))
 
 
 def new_curvature(h: Tensor, h_hat: Tensor, group: dict[str, Any]) -> Tensor:
@@ -221,6 +258,6 @@ def new_curvature(h: Tensor, h_hat: Tensor, group: dict[str, Any]) -> Tensor:
     This is the paper's form rearranged; the factor is at least one half. The last line guards against rounding alone.
     """
     beta2, damping = group["beta2"], group["weight_decay"]
-    new = beta2 * h + (1 - beta2) * h_hat
+    new = torch.lerp(h, h_hat, 1 - beta2)
     new.addcdiv_((h - h_hat).square_(), h + damping, value=0.5 * (1 - beta2) ** 2)
     return new.clamp_(min=torch.finfo(h.dtype).tiny - damping * (1 - 1e-6))

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from dpivon import accounting, checkpoint, data, ledger, mechanism, metrics, models, predict
+from dpivon import accounting, checkpoint, data, ledger, mechanism, metrics, models, posterior, predict
 from dpivon.methods import get
 
 # Raise it when a change alters the numbers of a run: what was recorded under the old number is then stale.
@@ -316,6 +316,7 @@ def run(
     root: str | Path | None = None,
     ledger_path: str | Path | None = None,
     checkpoint_path: str | Path | None = None,
+    export_path: str | Path | None = None,
     report: Callable[[str], None] | None = None,
     images: data.Images | None = None,
 ) -> dict[str, Any]:
@@ -332,6 +333,8 @@ def run(
     checkpoint_path
         resume from this file if it exists; save to it after each epoch. It is secret: it holds the
         generators' state.
+    export_path
+        write the posterior, with the privacy statement, to this file; see `posterior.load`.
     report
         called with lines for a person, some of them diagnostics that epsilon does not cover.
     images
@@ -353,7 +356,7 @@ def run(
         raise ValueError(f"holdout must be below the {images.n} training examples, got {config.holdout}")
     if config.holdout:
         images = data.hold_out(images, config.holdout, seed=0)
-    for path in (ledger_path, checkpoint_path):
+    for path in (ledger_path, checkpoint_path, export_path):
         check_writable(path)
     with torch.random.fork_rng(devices=[]):  # dropout draws from the global state; leave the caller's as it was
         now = Run(config, images)
@@ -368,6 +371,12 @@ def run(
         seconds = time.perf_counter() - begin
         results = evaluate(now)
     privacy = now.statement()
+    if export_path is not None:
+        assert config.model is not None
+        posterior.save(
+            export_path, now.model, now.optimizer, architecture=config.model, shape=images.shape,
+            classes=images.classes, privacy=None if privacy is None else privacy.record(),
+        )  # fmt: skip
     record = {
         "schema": ledger.SCHEMA,
         "recipe": RECIPE,

@@ -26,10 +26,11 @@ class SameNoise:
         self.randn = torch.randn
         monkeypatch.setattr(torch, "randn", self)
 
-    def __call__(self, *shape, generator=None, dtype=None, device=None):
+    def __call__(self, *shape, generator=None, dtype=None, device=None, out=None):
         shape = shape[0] if isinstance(shape[0], torch.Size) else shape
         draws = [self.randn((), generator=self.source, dtype=torch.float64) for _ in range(math.prod(shape))]
-        return torch.tensor(draws, dtype=dtype).view(shape)
+        draws = torch.tensor(draws, dtype=dtype).view(shape)
+        return draws if out is None else out.copy_(draws)
 
 
 def small_cnn():
@@ -130,6 +131,40 @@ def test_the_mean_is_restored_whatever_happens_inside():
     with pytest.raises(KeyError), optimizer.sampled_params():
         raise KeyError
     assert torch.equal(p, torch.ones(5))
+
+
+def test_a_draw_inside_a_draw_raises_and_the_mean_survives():
+    p = nn.Parameter(torch.ones(5))
+    optimizer = IVON([p], lr=0.1, ess=10.0)
+    with optimizer.sampled_params(), pytest.raises(RuntimeError, match="a draw already"), optimizer.sampled_params():
+        pass
+    assert torch.equal(p, torch.ones(5))
+    with optimizer.sampled_params():
+        assert not torch.equal(p, torch.ones(5))
+
+
+def test_a_parameter_that_skips_a_step_keeps_its_own_deviation():
+    """Parameters of different ages are updated apart, each with the draw at which its own gradient was taken."""
+
+    def go(together):
+        a, b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4))
+        optimizer = IVON([a, b], lr=0.1, ess=10.0, curvature="price", generator=torch.Generator().manual_seed(0))
+        for t in range(4):
+            with optimizer.sampled_params():
+                deviation = b.detach() - 1.0
+                a.grad = torch.full((3,), 0.1)
+                b.grad = None if (t == 0 or (t == 1 and together)) else torch.full((4,), 0.2)
+            optimizer.step()
+            if b.grad is not None:
+                state = {"h": torch.full((4,), 0.1)}
+                group = optimizer.param_groups[0]
+                h_hat = curvature.price(b.grad, deviation, state, group)
+                return optimizer.state[b]["h"], new_curvature(state["h"], h_hat, group)
+        raise AssertionError
+
+    for together in (True, False):
+        got, expected = go(together)
+        torch.testing.assert_close(got, expected)
 
 
 def test_a_backward_outside_the_context_raises():

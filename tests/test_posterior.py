@@ -1,0 +1,154 @@
+"""An exported posterior: whole, safe, without secrets, and usable where there are no training data."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from dpivon import adaptive, data, models, posterior, predict, train
+from dpivon.ivon import IVON
+
+SHAPE, CLASSES = (1, 8, 8), 10
+ABOUT = {"architecture": "mlp", "shape": SHAPE, "classes": CLASSES}
+
+
+@pytest.fixture
+def learned():
+    """A network and an IVON that has taken a few steps, so that h differs between weights."""
+    model = models.mlp(SHAPE, CLASSES)
+    source = torch.Generator().manual_seed(0)
+    optimizer = IVON(model.parameters(), lr=0.1, ess=1000.0, curvature="gradsq", generator=source)
+    for _ in range(3):
+        with optimizer.sampled_params():
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape, generator=source)
+        optimizer.step()
+    return model, optimizer
+
+
+def test_mean_and_variance_come_back(learned, tmp_path):
+    model, optimizer = learned
+    posterior.save(tmp_path / "p", model, optimizer, **ABOUT, privacy={"epsilon": 1.5})
+    got = posterior.load(tmp_path / "p")
+    assert (got.architecture, got.shape, got.classes, got.privacy) == ("mlp", SHAPE, CLASSES, {"epsilon": 1.5})
+    for name, p in model.named_parameters():
+        assert torch.equal(dict(got.model.named_parameters())[name], p)
+        group = optimizer.param_groups[0]
+        expected = 1 / (group["ess"] * (optimizer.state[p]["h"] + group["weight_decay"]))
+        torch.testing.assert_close(got.variance[name], expected)
+
+
+def test_draws_have_the_saved_moments_and_predict_as_the_optimizer_does(learned, tmp_path):
+    model, optimizer = learned
+    posterior.save(tmp_path / "p", model, optimizer, **ABOUT)
+    got = posterior.load(tmp_path / "p")
+    got.generator = torch.Generator().manual_seed(1)
+    name, p = next((n, p) for n, p in got.model.named_parameters() if p.dim() == 2)
+    mean, z = p.detach().clone(), []
+    for _ in range(20):
+        with got.sampled_params():
+            z.append((p.detach() - mean) / got.variance[name].sqrt())
+    z = torch.cat(z).flatten()
+    assert abs(z.mean()) < 4 / len(z) ** 0.5
+    assert abs(z.square().mean() - 1) < 4 * (2 / len(z)) ** 0.5
+    assert torch.equal(p, mean)
+    x = torch.rand(20, *SHAPE)
+    torch.testing.assert_close(got.log_probs(x, samples=0), predict.log_probs(model, x))
+    theirs = predict.log_probs(model, x, optimizer, 400).exp()
+    torch.testing.assert_close(got.log_probs(x, samples=400).exp(), theirs, atol=0.05, rtol=0)
+    assert not torch.allclose(got.log_probs(x, samples=400), got.log_probs(x, samples=0), atol=1e-3)
+
+
+def test_it_loads_and_predicts_in_a_process_without_training_data(learned, tmp_path):
+    posterior.save(tmp_path / "p", *learned, **ABOUT)
+    program = (
+        "import sys, torch; from dpivon import posterior; p = posterior.load('p');"
+        "print(p.log_probs(torch.zeros(2, *p.shape)).shape, 'dpivon.data' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "torch.Size([2, 10]) False", done.stderr
+
+
+def test_the_file_holds_mean_and_variance_and_no_more(learned, tmp_path):
+    model, optimizer = learned
+    posterior.save(tmp_path / "p", model, optimizer, **ABOUT)
+    names = {name for name, _ in model.named_parameters()}
+    found = safetensors.torch.load_file(tmp_path / "p")
+    assert set(found) == {f"mean.{name}" for name in names} | {f"variance.{name}" for name in names}
+    again = tmp_path / "again"
+    optimizer.generator.manual_seed(99)  # another state of the generator leaves no trace
+    posterior.save(again, model, optimizer, **ABOUT)
+    assert again.read_bytes() == (tmp_path / "p").read_bytes()
+    assert sorted(os.listdir(tmp_path)) == ["again", "p"]
+
+
+def test_a_method_without_variance_exports_its_mean(tmp_path):
+    model = models.mlp(SHAPE, CLASSES)
+    posterior.save(tmp_path / "p", model, adaptive.sgd(model.parameters(), lr=0.1), **ABOUT)
+    got = posterior.load(tmp_path / "p")
+    assert got.variance == {}
+    x = torch.rand(3, *SHAPE)
+    torch.testing.assert_close(got.log_probs(x, samples=2), predict.log_probs(model, x))
+
+
+def test_a_network_of_ones_own_is_passed_in(tmp_path):
+    model = nn.Linear(4, 3)
+    optimizer = IVON(model.parameters(), lr=0.1, ess=10.0)
+    posterior.save(tmp_path / "p", model, optimizer, architecture="mine", shape=(4,), classes=3)
+    with pytest.raises(ValueError, match=r"'mine' is not one of mlp, .*pass the network"):
+        posterior.load(tmp_path / "p")
+    got = posterior.load(tmp_path / "p", nn.Linear(4, 3))
+    assert torch.equal(got.model.weight, model.weight)
+    with pytest.raises(ValueError, match="does not fit this mine"):
+        posterior.load(tmp_path / "p", nn.Linear(5, 3))
+
+
+def test_what_is_not_a_posterior_is_refused(learned, tmp_path):
+    path = tmp_path / "p"
+    posterior.save(path, *learned, **ABOUT)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-100])
+    with pytest.raises(ValueError, match="not a whole posterior file"):
+        posterior.load(path)
+    path.write_bytes(safetensors.torch.save({"x": torch.ones(2)}))
+    with pytest.raises(ValueError, match="not a posterior of dpivon"):
+        posterior.load(path)
+    tensors = safetensors.torch.load(whole)
+    with safetensors.safe_open((tmp_path / "q", (tmp_path / "q").write_bytes(whole))[0], framework="pt") as file:
+        metadata = file.metadata()
+    for change in (lambda t: t["variance.1.bias"].mul_(-1), lambda t: t.update({"variance.none": torch.ones(1)})):
+        spoiled = {name: value.clone() for name, value in tensors.items()}
+        change(spoiled)
+        path.write_bytes(safetensors.torch.save(spoiled, metadata))
+        with pytest.raises(ValueError, match="negative or belong to no weight"):
+            posterior.load(path)
+
+
+def test_a_failed_save_leaves_the_old_file_and_nothing_else(learned, tmp_path):
+    model, optimizer = learned
+    posterior.save(tmp_path / "p", model, optimizer, **ABOUT)
+    before = (tmp_path / "p").read_bytes()
+    with optimizer.sampled_params(), pytest.raises(RuntimeError, match="a draw, not the mean"):
+        posterior.save(tmp_path / "p", model, optimizer, **ABOUT)
+    with torch.no_grad():
+        next(model.parameters()).fill_(float("nan"))
+    with pytest.raises(ValueError, match="not finite"):
+        posterior.save(tmp_path / "p", model, optimizer, **ABOUT)
+    assert (tmp_path / "p").read_bytes() == before
+    assert os.listdir(tmp_path) == ["p"]
+
+
+def test_a_run_exports_what_it_learned_with_its_statement(tmp_path):
+    images = data.digits()
+    config = train.Config(method="dp-ivon-gradsq", epochs=4, seed=0, samples=8)
+    record = train.run(config, images=images, export_path=tmp_path / "p")
+    got = posterior.load(tmp_path / "p")
+    assert got.privacy == record["privacy"]
+    assert got.privacy["simulation"]
+    accuracy = (got.log_probs(images.x_test, samples=0).argmax(1) == images.y_test).float().mean()
+    assert float(accuracy) == pytest.approx(record["results"]["mean"]["accuracy"], abs=1e-6)
+    assert set(got.variance) == {name for name, _ in got.model.named_parameters()}
