@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from dpivon import adaptive, mechanism, models
+from dpivon.ivon import IVON
 
 CHUNKS = (16, 32, 64, 128, 256)
 N = 50_000
@@ -45,6 +48,21 @@ def ours(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], None]:
 
     def step() -> None:
         mechanism.private_gradient(model, F.cross_entropy, x, y, dp)
+        optimizer.step()
+
+    return step
+
+
+def dp_ivon(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], None]:
+    """The same step with DP-IVON-Gradsq behind it."""
+    optimizer = IVON(model.parameters(), lr=0.1, ess=N)
+    dp = mechanism.mechanism(optimizer, noise_multiplier=1.0, max_grad_norm=1.0, batch_size=len(y), n=N)
+    for group in optimizer.param_groups:
+        group["noise_std"] = mechanism.noise_std(dp)
+
+    def step() -> None:
+        with optimizer.sampled_params():
+            mechanism.private_gradient(model, F.cross_entropy, x, y, dp)
         optimizer.step()
 
     return step
@@ -90,6 +108,64 @@ def measure(name: str, model: str, batch_size: int, repeats: int) -> tuple[float
     return statistics.median(seconds), memory
 
 
+def take_turns(first: Callable[[], float], second: Callable[[], float], repeats: int) -> tuple[float, float]:
+    """The median seconds of two things, timed in turns so that both see the same machine."""
+    first(), second()
+    seconds = [(first(), second()) for _ in range(repeats)]
+    return statistics.median(a for a, _ in seconds), statistics.median(b for _, b in seconds)
+
+
+def timed(step: Callable[[], None]) -> Callable[[], float]:
+    """The same function, returning the seconds that it takes."""
+
+    def measured() -> float:
+        begin = time.perf_counter()
+        step()
+        return time.perf_counter() - begin
+
+    return measured
+
+
+def price_of_ivon(model: str, batch_size: int, repeats: int) -> tuple[float, float]:
+    """Seconds of one training step by DP-SGD and by DP-IVON-Gradsq, in the same loop."""
+    torch.set_num_threads(1)
+    x, y = torch.randn(batch_size, 3, 32, 32), torch.randint(0, 10, (batch_size,))
+    networks = [models.build(model, (3, 32, 32), 10, seed=0) for _ in range(2)]
+    return take_turns(timed(ours(networks[0], x, y)), timed(dp_ivon(networks[1], x, y)), repeats)
+
+
+def against_peer(model: str, repeats: int) -> tuple[float, float]:
+    """Seconds of the draw and the step, in our IVON and in its authors', both with Price's estimate.
+
+    The gradients are given; they are copied between the timed parts, so that neither finds them in the cache.
+    """
+    import ivon as peer
+
+    torch.set_num_threads(1)
+    settings = {"lr": 0.1, "ess": float(N), "hess_init": 0.1, "weight_decay": 2e-4}
+
+    def contender(build: Callable[..., Any], **options: bool) -> Callable[[], float]:
+        parameters = list(models.build(model, (3, 32, 32), 10, seed=0).parameters())
+        gradients = [1e-3 * torch.randn_like(p) for p in parameters]
+        optimizer = build(parameters, **settings)
+
+        def measured() -> float:
+            begin = time.perf_counter()
+            context = optimizer.sampled_params(**options)
+            context.__enter__()
+            seconds = time.perf_counter() - begin
+            for p, g in zip(parameters, gradients, strict=True):
+                p.grad = g.clone()
+            begin = time.perf_counter()
+            context.__exit__(None, None, None)
+            optimizer.step()
+            return seconds + time.perf_counter() - begin
+
+        return measured
+
+    return take_turns(contender(partial(IVON, curvature="price")), contender(peer.IVON, train=True), repeats)
+
+
 CONTENDERS: dict[str, Callable[[nn.Module, Tensor, Tensor], Callable[[], None]]] = {
     "ours": ours,
     "Opacus hooks": partial(opacus, mode="hooks"),
@@ -123,6 +199,20 @@ class Bench:
         for model in self.models:
             for batch_size in self.batch_sizes:
                 self.table(model, batch_size)
+            self.ivon(model)
+
+    def ivon(self, model: str) -> None:
+        """Print what IVON costs beside DP-SGD, and beside its authors' implementation where that is installed."""
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            print(f"\n{model}, IVON, one thread")
+            for batch_size in self.batch_sizes:
+                plain, bayes = pool.apply(price_of_ivon, (model, batch_size, self.repeats))
+                print(f"  batch of {batch_size}: a DP-IVON-Gradsq step takes {bayes / plain:.3f} times a DP-SGD step")
+            if find_spec("ivon") is None:
+                print("  ivon-opt is not installed, so there is no comparison with it: pip install ivon-opt")
+                return
+            own, theirs = pool.apply(against_peer, (model, 30 * self.repeats))
+            print(f"  draw and step take {own / theirs:.3f} times those of ivon-opt ({own * 1e3:.2f} ms)", flush=True)
 
     def table(self, model: str, batch_size: int) -> None:
         """Measure all contenders and print one table; only the best chunk size of each format is listed."""

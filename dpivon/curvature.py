@@ -17,6 +17,7 @@ An estimator may put a new vector into `state`, and never changes one in place: 
 All of them see private gradients and numbers that do not depend on data, so they are post-processing.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -61,6 +62,15 @@ def noise_corrected(g: Tensor, deviation: Tensor, state: State, group: Group) ->
     .. math:: \\hat h = N_{\\rm ess} \\max\\left(g_{\\rm dp}^2 - \\frac{\\sigma_p^2 C^2}{b^2},\\, 0\\right)
     """
     return scaled(g.square().sub_(group["noise_std"] ** 2).clamp_(min=0), group)
+
+
+def noise_floor(group: Group) -> float:
+    """What `noise_corrected` gives on average where the gradient is nothing but noise.
+
+    .. math:: \\mathbb E\\,\\hat h = 2 \\varphi(1) N_{\\rm ess} s^2 \\approx 0.484 \\, N_{\\rm ess} s^2, \\qquad
+        s = \\sigma_p C / b
+    """
+    return 2 * math.exp(-0.5) / math.sqrt(2 * math.pi) * group["scale"] * group["noise_std"] ** 2
 
 
 def average_then_project(g: Tensor, deviation: Tensor, state: State, group: Group) -> Tensor:

@@ -36,8 +36,12 @@ class LedgerError(ValueError):
 
 
 def key(config: Mapping[str, Any], recipe: int) -> str:
-    """The name of a run: a hash of its configuration and of the recipe version, 16 hexadecimal digits."""
-    text = json.dumps({"config": dict(config), "recipe": recipe}, sort_keys=True)
+    """The name of a run: a hash of its configuration and of the recipe version, 16 hexadecimal digits.
+
+    A setting of None does not count, so that a run keeps its name when a later release adds an optional setting.
+    """
+    given = {name: value for name, value in config.items() if value is not None}
+    text = json.dumps({"config": given, "recipe": recipe}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

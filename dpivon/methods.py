@@ -49,7 +49,8 @@ def moments(optimizer: Callable[..., Any], private: bool = True, damping: float 
 def ivon(curvature: str, private: bool = True) -> Method:
     """A row for IVON with one of the curvature estimators; ess is N where the configuration is silent."""
     defaults = {"beta1": 0.9, "beta2": 0.995, "weight_decay": 2e-4, "hess_init": 0.1, "samples": 32}
-    settings = ("beta1", "beta2", "weight_decay", "hess_init", "ess")
+    squares = () if curvature in ("price", "constant") else ("scale",)
+    settings = ("beta1", "beta2", "weight_decay", "hess_init", "ess", *squares)
     return Method(private, partial(IVON, curvature=curvature), settings, defaults, {"digits": 2.0, "cifar10": 4.0})
 
 

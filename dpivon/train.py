@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from dpivon import accounting, checkpoint, data, ledger, mechanism, metrics, models, posterior, predict
+from dpivon import accounting, checkpoint, curvature, data, ledger, mechanism, metrics, models, posterior, predict
 from dpivon.methods import get
 
 # Raise it when a change alters the numbers of a run: what was recorded under the old number is then stale.
@@ -99,6 +99,7 @@ class Config:
     damping: float | None = None
     hess_init: float | None = None
     ess: float | None = None
+    scale: float | None = None
     samples: int | None = None
     holdout: int = 0
     seed: int | None = None
@@ -120,7 +121,7 @@ def resolve(config: Config) -> Config:
         raise ValueError(f"{config.method!r} is not private, so it takes no epsilon or noise_multiplier; try 'dp-sgd'")
     if config.epsilon is not None and config.noise_multiplier is not None:
         raise ValueError("give epsilon or noise_multiplier, not both: one follows from the other")
-    foreign = {"beta1", "beta2", "weight_decay", "damping", "hess_init", "ess"} - set(method.settings)
+    foreign = {"beta1", "beta2", "weight_decay", "damping", "hess_init", "ess", "scale"} - set(method.settings)
     unread = sorted(name for name in foreign if getattr(config, name) is not None)
     if unread:
         raise ValueError(f"{config.method!r} does not read {', '.join(unread)}; it reads {', '.join(method.settings)}")
@@ -361,6 +362,8 @@ def run(
     with torch.random.fork_rng(devices=[]):  # dropout draws from the global state; leave the caller's as it was
         now = Run(config, images)
         now.statement()  # raises, before any training, where delta promises nothing
+        if config.method == "dp-ivon-gradsq":
+            warn_of_low_start(now, say)
         torch.manual_seed(now.sources["layers"].initial_seed())
         if checkpoint_path is not None and Path(checkpoint_path).exists():
             now.load_state_dict(checkpoint.load(checkpoint_path))
@@ -392,6 +395,18 @@ def run(
     if ledger_path is not None:
         ledger.append(ledger_path, record)
     return record
+
+
+def warn_of_low_start(now: Run, say: Callable[[str], None]) -> None:
+    """Say so when h starts far below where the noise alone carries it: steps and posterior will shrink on the way."""
+    floor = curvature.noise_floor(now.optimizer.param_groups[0])
+    hess_init = now.config.hess_init
+    assert hess_init is not None
+    if hess_init < floor / 10:
+        say(
+            f"hess_init {hess_init:g} is far below {floor:.3g}, where privacy noise alone carries the curvature, and "
+            f"steps and posterior will shrink on the way; try --hess-init {floor:.2g}"
+        )
 
 
 def check_writable(path: str | Path | None) -> None:

@@ -54,6 +54,13 @@ def test_price_is_unbiased_under_privacy_noise_and_exact_for_a_quadratic():
     assert float((h_hat < 0).double().mean()) > 0.3  # it needs the positivity-preserving update
 
 
+def test_the_noise_floor_is_what_pure_noise_gives():
+    for changes in ({}, {"noise_std": 2.0, "scale": 7.0}):
+        g = group(**changes)
+        h_hat = curvature.noise_corrected(noisy(0, g["noise_std"]), torch.zeros(D), state(), g)
+        assert curvature.noise_floor(g) == pytest.approx(float(h_hat.mean()), abs=4 * float(h_hat.std()) / D**0.5)
+
+
 def test_averaging_before_projecting_removes_most_of_the_floor():
     torch.manual_seed(0)
     memory, options = state(), group(beta2=0.99)

@@ -42,6 +42,8 @@ def test_the_key_depends_on_configuration_and_recipe_only():
     assert ledger.key(config, 1) == ledger.key(dict(reversed(config.items())), 1)
     assert ledger.key(config, 1) != ledger.key(config, 2)
     assert ledger.key(config, 1) != ledger.key({**config, "seed": 2}, 1)
+    assert ledger.key(config, 1) == ledger.key({**config, "a_later_option": None}, 1)
+    assert ledger.key(config, 1) != ledger.key({**config, "a_later_option": 0}, 1)
 
 
 @pytest.mark.parametrize(

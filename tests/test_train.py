@@ -318,3 +318,27 @@ def test_cifar10_learns_something_in_a_fraction_of_an_epoch(cifar10_root):
     assert record["config"]["model"] == "lenet"
     assert record["privacy"]["sample_rate"] == 512 / 50_000
     assert record["results"]["mean"]["accuracy"] > 0.15
+
+
+def test_a_start_far_below_the_noise_floor_is_pointed_out(digits):
+    said = []
+    loud = train.Config(method="dp-ivon-gradsq", epsilon=0.3, epochs=1, seed=0, hess_init=1e-3)
+    record = train.run(loud, images=digits, report=said.append)
+    (line,) = [line for line in said if "far below" in line]
+    p = record["privacy"]
+    floor = 0.4839 * p["n"] * (p["noise_multiplier"] * p["max_grad_norm"] / p["batch_size"]) ** 2
+    assert float(line.split()[-1]) == pytest.approx(floor, rel=0.05)
+    said.clear()
+    train.run(replace(loud, hess_init=floor), images=digits, report=said.append)
+    assert not [line for line in said if "far below" in line]
+
+
+def test_the_scale_of_squared_gradients_is_a_setting(digits):
+    small = train.Config(method="dp-ivon-gradsq", epochs=2, seed=0)
+    trace = [
+        train.run(replace(small, scale=scale), images=digits)["results"]["trace"][-1]["h_mean"]
+        for scale in (None, float(digits.n), 256.0)
+    ]
+    assert trace[0] == trace[1] > trace[2]
+    with pytest.raises(ValueError, match=r"'dp-ivon-price' does not read scale"):
+        train.run(replace(small, method="dp-ivon-price", scale=2.0), images=digits)
