@@ -1,14 +1,14 @@
-"""The command line of dpivon: train, epsilon, bench."""
+"""The command line of dpivon: train, epsilon, audit, bench."""
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import tyro
 
-from dpivon import accounting, bench, ledger, train
+from dpivon import accounting, audit, bench, data, ledger, train
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,58 @@ class Epsilon:
             print(f"{name.upper()}  noise multiplier {sigma:.4f}  epsilon {spent:.4f}")
 
 
+@dataclass(frozen=True)
+class Attack:
+    """Attack a method, and print the epsilon that it claims beside the epsilon that the attacks certify.
+
+    Three attacks: on one step of the mechanism with all examples in the batch, on a training run of which everything
+    is seen that may be released, and on the predictions of its final model. Exit status 1 when a claim is refuted.
+
+    Parameters
+    ----------
+    config
+        the run to attack; its seed is 0 where none is given.
+    canaries
+        planted examples in the training run.
+    confidence
+        of each refutation.
+    root
+        where the data lies.
+    figure
+        draw the scores into this file.
+    """
+
+    config: tyro.conf.OmitArgPrefixes[train.Config]
+    canaries: int = 4000
+    confidence: float = 0.95
+    root: Path | None = None
+    figure: Path | None = None
+
+    def __call__(self) -> None:
+        if not 0.5 < self.confidence < 1:
+            raise ValueError(f"confidence must be between 0.5 and 1, got {self.confidence}")
+        train.check_writable(self.figure)
+        config = train.resolve(replace(self.config, seed=self.config.seed or 0))
+        images = data.load(config.data, self.root)
+        settings: dict[str, Any] = {"significance": 1 - self.confidence}
+        white = audit.white_box(config, images, canaries=self.canaries, **settings)
+        black = audit.black_box(config, images, canaries=min(self.canaries, images.n // 3), **settings)
+        sigma = audit.noise_of(white.claimed, config.delta)
+        step = audit.full_batch(noise_multiplier=sigma, delta=config.delta, **settings)
+        audits = {"one full-batch step": step, "whole run": white, "final model": black}
+        print(f"attack                            claimed epsilon    certified, {self.confidence:.0%} confidence")
+        for name, found in audits.items():
+            for what, bound in found.bounds.items():
+                print(f"{name + ', ' + what:34s}{found.claimed:12.2f}{bound:22.2f}")
+        refuted = [name for name, found in audits.items() if found.rejected]
+        print(f"REFUTED: {', '.join(refuted)}" if refuted else "no claim is refuted (which does not prove them)")
+        if self.figure is not None:
+            audit.draw(audits, self.figure)
+            print(f"scores drawn in {self.figure}")
+        if refuted:
+            sys.exit(1)
+
+
 def summary(record: dict) -> str:
     """A record for a person: how it ended, test metrics, seconds, and what was promised."""
     lines = [f"{record['status']} after {record['results']['steps']} steps, {record['seconds']:.0f} s"]
@@ -123,7 +175,12 @@ def summary(record: dict) -> str:
     return "\n".join([*lines, str(accounting.PrivacyStatement(**fields))])
 
 
-COMMANDS: dict[str, Callable[..., Any]] = {"train": Train, "epsilon": Epsilon, "bench": bench.Bench}
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "train": Train,
+    "epsilon": Epsilon,
+    "audit": Attack,
+    "bench": bench.Bench,
+}
 
 
 def main() -> None:

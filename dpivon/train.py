@@ -16,9 +16,11 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from tqdm import tqdm
 
 from dpivon import accounting, checkpoint, curvature, data, ledger, mechanism, metrics, models, posterior, predict
+from dpivon.mechanism import Loss
 from dpivon.methods import get
 
 # Raise it when a change alters the numbers of a run: what was recorded under the old number is then stale.
@@ -177,18 +179,26 @@ class Run:
         resolved.
     images
         the data.
+    model
+        another network than the configuration names.
+    loss
+        another loss than the cross-entropy.
 
     Attributes
     ----------
-    model, optimizer, schedule, accountant, dp
+    model, loss, optimizer, schedule, accountant, dp
         as the loop uses them; `dp` is None for a method that is not private.
+    gradient
+        ``gradient(model, loss, x, y)`` writes `p.grad`: the mechanism's, or the plain one.
     steps
         T.
     step
         how many are done.
     """
 
-    def __init__(self, config: Config, images: data.Images) -> None:
+    def __init__(
+        self, config: Config, images: data.Images, model: nn.Module | None = None, loss: Loss = F.cross_entropy
+    ) -> None:
         assert config.model is not None
         assert config.batch_size is not None
         assert config.epochs is not None
@@ -200,7 +210,9 @@ class Run:
         self.steps = max(1, round(config.epochs * images.n / config.batch_size))
         purposes = ("weights", "batches", "noise", "layers", "posterior")
         self.sources = {name: source(config.seed, name) for name in purposes}
-        self.model = models.build(config.model, images.shape, images.classes, self.sources["weights"].initial_seed())
+        weights = self.sources["weights"].initial_seed()
+        self.model = model or models.build(config.model, images.shape, images.classes, weights)
+        self.loss = loss
         settings = {name: getattr(config, name) for name in method.settings}
         if "ess" in settings and config.ess is None:
             settings["ess"] = float(images.n)
@@ -210,6 +222,7 @@ class Run:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.lr_factor)
         self.accountant = accounting.new_accountant(config.accountant)
         self.dp = None
+        self.gradient: Callable[..., mechanism.Diagnostics] = mechanism.plain_gradient
         self.noise_multiplier = config.noise_multiplier
         if method.private:
             if config.epsilon is not None:
@@ -227,6 +240,7 @@ class Run:
                 accountant=self.accountant,
                 generator=self.sources["noise"],
             )
+            self.gradient = partial(mechanism.private_gradient, dp=self.dp)
             for group in self.optimizer.param_groups:
                 group["noise_std"] = mechanism.noise_std(self.dp)
 
@@ -424,14 +438,13 @@ def train(now: Run, checkpoint_path: str | Path | None, say: Callable[[str], Non
     """The loop: from `now.step` to `now.steps`, or to Ctrl-C. True when it reached the end."""
     config, images = now.config, now.images
     assert config.batch_size
-    gradient = mechanism.plain_gradient if now.dp is None else partial(mechanism.private_gradient, dp=now.dp)
     now.model.train()
     batches = mechanism.poisson_batches(images.n, config.batch_size, now.steps - now.step, now.sources["batches"])
     seen, losses, begin = 0, 0.0, time.perf_counter()
     with interruptible() as interrupted, tqdm(total=now.steps, initial=now.step, disable=None, leave=False) as bar:
         for index in batches:
             with now.optimizer.sampled_params():
-                diagnostics = gradient(now.model, F.cross_entropy, images.x_train[index], images.y_train[index])
+                diagnostics = now.gradient(now.model, now.loss, images.x_train[index], images.y_train[index])
             now.optimizer.step()
             now.schedule.step()
             now.step += 1

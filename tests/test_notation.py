@@ -20,7 +20,7 @@ MODULES = [info.name for info in pkgutil.iter_modules(dpivon.__path__)]
 # Numbers that dpivon takes and that are no symbols of the book: sizes of the machinery, switches, diagnostics.
 NOT_SYMBOLS = {
     "bins", "budgets", "chunk", "chunk_size", "classes", "clipped", "hidden", "holdout", "recipe", "repeats",
-    "batch_sizes", "seed", "shape", "step",
+    "batch_sizes", "confidence", "errors", "first", "second", "seed", "shape", "step", "trials",
 }  # fmt: skip
 
 
