@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from dpivon import accounting, checkpoint, curvature, data, ledger, mechanism, metrics, models, posterior, predict
@@ -244,6 +244,12 @@ class Run:
             for group in self.optimizer.param_groups:
                 group["noise_std"] = mechanism.noise_std(self.dp)
 
+    def batches(self) -> Iterator[Tensor]:
+        """Poisson batches for the steps that are left."""
+        assert self.config.batch_size is not None
+        left = self.steps - self.step
+        return mechanism.poisson_batches(self.images.n, self.config.batch_size, left, self.sources["batches"])
+
     def lr_factor(self, step: int) -> float:
         """The learning rate's factor at a step: a half cosine from 1 to 0, or 1."""
         return 1.0 if self.config.schedule == "constant" else 0.5 * (1 + math.cos(math.pi * step / self.steps))
@@ -439,10 +445,9 @@ def train(now: Run, checkpoint_path: str | Path | None, say: Callable[[str], Non
     config, images = now.config, now.images
     assert config.batch_size
     now.model.train()
-    batches = mechanism.poisson_batches(images.n, config.batch_size, now.steps - now.step, now.sources["batches"])
     seen, losses, begin = 0, 0.0, time.perf_counter()
     with interruptible() as interrupted, tqdm(total=now.steps, initial=now.step, disable=None, leave=False) as bar:
-        for index in batches:
+        for index in now.batches():
             with now.optimizer.sampled_params():
                 diagnostics = now.gradient(now.model, now.loss, images.x_train[index], images.y_train[index])
             now.optimizer.step()
