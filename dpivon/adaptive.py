@@ -63,6 +63,22 @@ def corrected_root(state: State, g: Tensor, group: dict[str, Any]) -> Tensor:
     return v.sub_(group["noise_std"] ** 2).clamp_(min=group["damping"] ** 2).sqrt_()
 
 
+def effective_terms(steps: int, beta2: float = 0.999) -> float:
+    """How many gradients make an equally good plain mean as the exponential average of t = `steps` of them.
+
+    .. math:: \\frac{1}{n_t} = \\frac{1 - \\beta_2}{1 + \\beta_2} \\cdot \\frac{1 + \\beta_2^t}{1 - \\beta_2^t}
+    """
+    return (1 + beta2) / (1 - beta2) * (1 - beta2**steps) / (1 + beta2**steps)
+
+
+def noise_floor(noise_std: float, steps: int, beta2: float = 0.999) -> float:
+    """The lambda of `corrected_root` at the size of the scatter that t steps leave in the corrected second moment.
+
+    .. math:: \\lambda_t = s \\left( \\frac{2}{n_t} \\right)^{1/4}
+    """
+    return noise_std * (2 / effective_terms(steps, beta2)) ** 0.25
+
+
 def ivon_curvature(state: State, g: Tensor, group: dict[str, Any]) -> Tensor:
     """psi of DP-IVON-Gradsq: the curvature h + delta_v itself, not its root; lambda is delta_v."""
     h = state.setdefault("h", torch.full_like(g, group["hess_init"]))

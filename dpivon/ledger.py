@@ -109,7 +109,7 @@ def read(path: str | Path, strict: bool = True) -> list[dict[str, Any]]:
     if not Path(path).exists():
         return []
     records = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), start=1):
+    for number, line in enumerate(Path(path).read_bytes().split(b"\n"), start=1):
         if not line.strip():
             continue
         try:

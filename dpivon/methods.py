@@ -40,8 +40,8 @@ def sgd(private: bool) -> Method:
     return Method(private, adaptive.sgd, tuple(defaults), defaults, {"digits": 2.0, "cifar10": 4.0})
 
 
-def moments(optimizer: Callable[..., Any], private: bool = True, damping: float = 1e-8) -> Method:
-    """A row for a relative of Adam."""
+def moments(optimizer: Callable[..., Any], private: bool = True, damping: float | None = 1e-8) -> Method:
+    """A row for a relative of Adam; where damping is None, the run sets it by `adaptive.noise_floor`."""
     defaults = {"beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "damping": damping}
     return Method(private, optimizer, tuple(defaults), defaults, {"digits": 0.01, "cifar10": 0.002})
 
@@ -61,7 +61,7 @@ METHODS = {
     "dp-sgd": sgd(private=True),
     "dp-adam": moments(adaptive.adam),
     "dp-rmsprop": moments(adaptive.rmsprop),
-    "dp-adambc": moments(adaptive.adambc, damping=1e-3),  # a root of a difference: lambda must be of the noise's size
+    "dp-adambc": moments(adaptive.adambc, damping=None),  # a root of a difference: lambda must be of the noise's size
     "dp-ivon-price": ivon("price"),
     "dp-ivon-gradsq": ivon("noise-corrected"),
     "dp-ivon-uncorrected": ivon("gradsq"),

@@ -109,10 +109,12 @@ def build(name: str, shape: Shape, classes: int, seed: int | None = None) -> nn.
     Raises
     ------
     ValueError
-        the name is unknown, or the images do not fit the network.
+        the name is unknown, a size is not positive, or the images do not fit the network.
     """
     if name not in MODELS:
         raise ValueError(f"unknown model {name!r}; choose one of {', '.join(MODELS)}")
+    if min(*shape, classes) < 1:
+        raise ValueError(f"shape and classes must be positive, got {shape} and {classes}")
     with torch.random.fork_rng(devices=[]):
         torch.seed() if seed is None else torch.manual_seed(seed)
         return MODELS[name](shape, classes)

@@ -19,7 +19,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from dpivon import accounting, checkpoint, curvature, data, ledger, mechanism, metrics, models, posterior, predict
+from dpivon import (
+    accounting,
+    adaptive,
+    checkpoint,
+    curvature,
+    data,
+    ledger,
+    mechanism,
+    metrics,
+    models,
+    posterior,
+    predict,
+)
 from dpivon.mechanism import Loss
 from dpivon.methods import get
 
@@ -70,7 +82,8 @@ class Config:
     weight_decay
         strength of the Gaussian prior's term, added after the noise; delta_v of IVON.
     damping
-        lambda, which keeps the preconditioner of Adam's relatives away from zero.
+        lambda, which keeps the preconditioner of Adam's relatives away from zero; where it is not given for dp-adambc,
+        `adaptive.noise_floor` of the whole run.
     hess_init
         IVON's curvature h at the start.
     ess
@@ -216,7 +229,8 @@ class Run:
         settings = {name: getattr(config, name) for name in method.settings}
         if "ess" in settings and config.ess is None:
             settings["ess"] = float(images.n)
-        self.optimizer = method.optimizer(self.model.parameters(), lr=config.lr, **settings)
+        given = {name: value for name, value in settings.items() if value is not None}
+        self.optimizer = method.optimizer(self.model.parameters(), lr=config.lr, **given)
         self.optimizer.generator = self.sources["posterior"]  # where a method draws, it draws from here
         self.trace: list[dict[str, float]] = []
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.lr_factor)
@@ -243,6 +257,8 @@ class Run:
             self.gradient = partial(mechanism.private_gradient, dp=self.dp)
             for group in self.optimizer.param_groups:
                 group["noise_std"] = mechanism.noise_std(self.dp)
+                if settings.get("damping", 0) is None:
+                    group["damping"] = max(adaptive.noise_floor(group["noise_std"], self.steps, group["beta2"]), 1e-8)
 
     def batches(self) -> Iterator[Tensor]:
         """Poisson batches for the steps that are left."""
@@ -294,13 +310,14 @@ class Run:
         }
 
     def identity(self) -> dict[str, Any]:
-        """What must be the same for a resumed run to be the same run; so must threads and hardware, to the last bit."""
+        """What must be the same for a resumed run to be the same run; so must the hardware, to the last bit."""
         return {
             "config": asdict(self.config),
             "recipe": RECIPE,
             "data": self.images.fingerprint,
             "noise_multiplier": self.noise_multiplier,
             "torch": str(torch.__version__),
+            "threads": torch.get_num_threads(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -135,3 +135,27 @@ def test_errors_of_the_moments(arguments, message):
 def test_unknown_method():
     with pytest.raises(ValueError, match=r"unknown method 'dp-foo'; choose one of sgd, adam, ivon, dp-sgd"):
         methods.get("dp-foo")
+
+
+def test_the_noise_floor_is_the_scatter_of_the_corrected_second_moment():
+    """Measured: the standard deviation of v_hat - s^2 on pure noise is the square of lambda_t."""
+    s, steps, beta2 = 0.3, 200, 0.99
+    g = s * torch.randn(steps, 20_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    state, group = {}, {"beta2": beta2}
+    for step in range(steps):
+        state["step"] = step + 1
+        v = adaptive.second_moment(state, g[step], group)
+    scatter = float((v - s**2).std())
+    assert adaptive.noise_floor(s, steps, beta2) ** 2 == pytest.approx(scatter, rel=0.03)
+
+
+def test_dp_adambc_sets_its_floor_by_the_noise():
+    from dpivon import data, train
+
+    images = data.digits()
+    for epsilon in (1.0, 8.0):
+        now = train.Run(train.resolve(train.Config(method="dp-adambc", epsilon=epsilon, seed=0)), images)
+        (group,) = now.optimizer.param_groups
+        assert group["damping"] == adaptive.noise_floor(group["noise_std"], now.steps, group["beta2"])
+    given = train.Run(train.resolve(train.Config(method="dp-adambc", damping=0.5, seed=0)), images)
+    assert given.optimizer.param_groups[0]["damping"] == 0.5
