@@ -70,7 +70,7 @@ def test_each_make_target_exists():
 
 def test_each_dpivon_command_is_understood():
     found = dpivon_commands()
-    assert {words[0] for words in found} >= {"train", "epsilon"}
+    assert {words[0] for words in found} >= {"train", "epsilon", "audit"}
     for words in found:
         parsed = tyro.extras.subcommand_cli_from_dict(command_line.COMMANDS, args=words)
         if isinstance(parsed, command_line.Train):
@@ -78,6 +78,16 @@ def test_each_dpivon_command_is_understood():
     # The benchmark stands in a sentence.
     options = re.search(r"`(--models lenet --batch-sizes 128)`", SETUP)[1].split()
     assert tyro.cli(bench.Bench, args=options).batch_sizes == (128,)
+
+
+def test_the_published_posterior_is_used_as_setup_says(output, capsys):
+    (words,) = [words for words in dpivon_commands() if "--samples" in words]
+    output(*words, "--epochs", "1")
+    (text,) = blocks(SETUP, "python")
+    namespace = {"images": torch.zeros(3, 1, 8, 8)}
+    exec(compile(text, "setup.md", "exec"), namespace)
+    assert capsys.readouterr().out.endswith("mlp (1, 8, 8)\n")
+    assert namespace["log_probs"].shape == (3, 10)
 
 
 @pytest.fixture
