@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpivon.curvature import noise_corrected
+from dpivon.curvature import noise_corrected, noise_variance
 from dpivon.ivon import new_curvature
 
 State = dict[str, Any]
@@ -60,7 +60,7 @@ def corrected_root(state: State, g: Tensor, group: dict[str, Any]) -> Tensor:
     .. math:: \\psi_t = \\sqrt{\\max(\\hat v_t - s^2, \\lambda^2)}, \\qquad s = \\sigma_p C / b
     """
     v = second_moment(state, g, group)
-    return v.sub_(group["noise_std"] ** 2).clamp_(min=group["damping"] ** 2).sqrt_()
+    return v.sub_(noise_variance(group)).clamp_(min=group["damping"] ** 2).sqrt_()
 
 
 def effective_terms(steps: int, beta2: float = 0.999) -> float:
@@ -111,7 +111,7 @@ class Adaptive(torch.optim.Optimizer):
     damping
         lambda > 0, which keeps psi away from zero.
     noise_std
-        standard deviation of the privacy noise in `p.grad`, from `mechanism.noise_std`; 0 without privacy.
+        standard deviation of the privacy noise in `p.grad`. `mechanism` writes it; set it to 0 without privacy.
     more
         what else phi and psi read from the group.
 
@@ -131,7 +131,7 @@ class Adaptive(torch.optim.Optimizer):
         beta2: float = 0.999,
         weight_decay: float = 0.0,
         damping: float = 1e-8,
-        noise_std: float = 0.0,
+        noise_std: float | None = None,
         **more: float,
     ) -> None:
         if not lr > 0:
@@ -142,7 +142,7 @@ class Adaptive(torch.optim.Optimizer):
             raise ValueError(f"beta2 must be in [0, 1), got {beta2}")
         if not damping > 0:
             raise ValueError(f"damping must be > 0, got {damping}")
-        if not (weight_decay >= 0 and noise_std >= 0):
+        if not (weight_decay >= 0 and (noise_std is None or noise_std >= 0)):
             raise ValueError(f"weight_decay and noise_std must be >= 0, got {weight_decay} and {noise_std}")
         defaults = {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "damping": damping}
         super().__init__(params, {**defaults, "noise_std": noise_std, **more})

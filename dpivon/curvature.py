@@ -38,6 +38,22 @@ def scaled(square: Tensor, group: Group) -> Tensor:
     return group["scale"] * square
 
 
+def noise_variance(group: Group) -> float:
+    """s^2, the variance of the privacy noise in the gradient.
+
+    Raises
+    ------
+    ValueError
+        nobody has said what it is. Taking it for 0 would silently switch the correction off.
+    """
+    if group["noise_std"] is None:
+        raise ValueError(
+            "noise_std is not known, so it cannot be subtracted; mechanism.mechanism, make_private and sampled_params "
+            "write it; set it to 0 where the gradients are not private"
+        )
+    return group["noise_std"] ** 2
+
+
 def price(g: Tensor, deviation: Tensor, state: State, group: Group) -> Tensor:
     """The reparameterized estimator of IVON (Shen et al., 2024), by Price's theorem; it may be negative.
 
@@ -61,7 +77,7 @@ def noise_corrected(g: Tensor, deviation: Tensor, state: State, group: Group) ->
 
     .. math:: \\hat h = N_{\\rm ess} \\max\\left(g_{\\rm dp}^2 - \\frac{\\sigma_p^2 C^2}{b^2},\\, 0\\right)
     """
-    return scaled(g.square().sub_(group["noise_std"] ** 2).clamp_(min=0), group)
+    return scaled(g.square().sub_(noise_variance(group)).clamp_(min=0), group)
 
 
 def noise_floor(group: Group) -> float:
@@ -70,7 +86,7 @@ def noise_floor(group: Group) -> float:
     .. math:: \\mathbb E\\,\\hat h = 2 \\varphi(1) N_{\\rm ess} s^2 \\approx 0.484 \\, N_{\\rm ess} s^2, \\qquad
         s = \\sigma_p C / b
     """
-    return 2 * math.exp(-0.5) / math.sqrt(2 * math.pi) * group["scale"] * group["noise_std"] ** 2
+    return 2 * math.exp(-0.5) / math.sqrt(2 * math.pi) * group["scale"] * noise_variance(group)
 
 
 def average_then_project(g: Tensor, deviation: Tensor, state: State, group: Group) -> Tensor:
@@ -81,7 +97,7 @@ def average_then_project(g: Tensor, deviation: Tensor, state: State, group: Grou
     """
     beta2 = group["beta2"]
     average = state.get("average", torch.zeros_like(g))
-    state["average"] = average = beta2 * average + (1 - beta2) * (g.square() - group["noise_std"] ** 2)
+    state["average"] = average = beta2 * average + (1 - beta2) * (g.square() - noise_variance(group))
     return scaled((average / (1 - beta2 ** state["step"])).clamp(min=0), group)
 
 
@@ -91,7 +107,7 @@ def block_mean(g: Tensor, deviation: Tensor, state: State, group: Group) -> Tens
     .. math:: \\hat h = N_{\\rm ess} \\max\\left(\\mathrm{mean}(g^2) - s^2,\\, 0\\right)
     """
     means = [part.mean().expand_as(part) for part in g.square().split(state["sizes"])]
-    return scaled((torch.cat(means) - group["noise_std"] ** 2).clamp(min=0), group)
+    return scaled((torch.cat(means) - noise_variance(group)).clamp(min=0), group)
 
 
 def constant(g: Tensor, deviation: Tensor, state: State, group: Group) -> Tensor:

@@ -1,6 +1,6 @@
 """Per-example gradients, clipped and summed. The only file that sees the gradient of one example."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -137,9 +137,11 @@ class LinearCalls(TorchFunctionMode):
 
 
 def chunk_gradients(
-    model: nn.Module, loss: Loss, x: Any, y: Tensor, outer: Collection[str] = ()
+    model: nn.Module, loss: Loss, x: Any, y: Tensor, outer: Collection[str] = (), theta: Sequence[Tensor] | None = None
 ) -> tuple[dict[str, Tensor | Outer], Tensor, set[str]]:
     """As `per_example_gradients`, by name; those of the weights named in `outer` come as `Outer` products.
+
+    Taken at `theta`, values for the trainable parameters in the model's order; None for their own.
 
     Returns
     -------
@@ -147,6 +149,8 @@ def chunk_gradients(
         `others` names the weights of `outer` that do not fit it, see `LinearCalls`; if there is one, ask again without.
     """
     parameters = {name: p.detach() for name, p in trainable(model).items()}
+    if theta is not None:
+        parameters = dict(zip(parameters, theta, strict=True))
     constants = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
     constants |= {name: buffer.detach() for name, buffer in model.named_buffers()}
     weights = {name: parameters.pop(name) for name in outer}
@@ -165,6 +169,22 @@ def chunk_gradients(
     (full, deltas), (losses, inputs) = each((parameters, zeros), x, y)
     gradients = {**full, **{name: Outer(deltas[name], a) for name, a in inputs.items()}}
     return gradients, losses.detach(), others
+
+
+def averaged_gradients(
+    model: nn.Module, loss: Loss, x: Any, y: Tensor, thetas: Sequence[Sequence[Tensor]]
+) -> tuple[dict[str, Tensor | Outer], Tensor]:
+    """Each example's gradients and losses, averaged over several weights; as the first two of `chunk_gradients`.
+
+    .. math:: g_i = \\frac{1}{K} \\sum_{k=1}^{K} \\nabla \\ell(\\theta_k; x_i, y_i)
+    """
+    total: dict[str, Tensor] = {}
+    losses = torch.zeros(())
+    for theta in thetas:
+        gradients, at_theta, _ = chunk_gradients(model, loss, x, y, theta=theta)
+        total = {name: g / len(thetas) + total.get(name, 0) for name, g in gradients.items() if isinstance(g, Tensor)}
+        losses = losses.to(at_theta) + at_theta / len(thetas)
+    return {**total}, losses
 
 
 def clip_factors(norms: Tensor, max_grad_norm: float) -> Tensor:
@@ -199,7 +219,13 @@ def default_chunk(model: nn.Module, outer: Collection[str]) -> int:
 
 
 def clipped_sum(
-    model: nn.Module, loss: Loss, x: Any, y: Tensor, max_grad_norm: float, chunk_size: int | None = None
+    model: nn.Module,
+    loss: Loss,
+    x: Any,
+    y: Tensor,
+    max_grad_norm: float,
+    chunk_size: int | None = None,
+    thetas: Sequence[Sequence[Tensor]] | None = None,
 ) -> ClippedSum:
     """The sum of clipped per-example gradients, in chunks, so that memory does not grow with the batch.
 
@@ -219,6 +245,10 @@ def clipped_sum(
     chunk_size
         examples differentiated at once; None chooses by the model's size. It does not change the result
         beyond rounding.
+    thetas
+        several values for the trainable parameters, each a list in the model's order, instead of their own: an
+        example's gradient g_i is then its average over them, *before* it is clipped. Clipping each and adding them up
+        would let one example move the result by C times their number.
 
     Raises
     ------
@@ -240,14 +270,17 @@ def clipped_sum(
         raise ValueError(f"x and y must hold the same number of examples, got {sorted(lengths)}")
 
     sums = {name: torch.zeros_like(p) for name, p in parameters.items()}
-    outer = linear_weights(model)
+    outer = linear_weights(model) if thetas is None else set()  # an average of outer products is none
     total_loss, clipped, start, size = 0.0, 0.0, 0, len(y)
     while start < size:  # an empty batch never enters: vmap cannot map over nothing
         part = slice(start, start + (chunk_size or default_chunk(model, outer)))
-        gradients, losses, others = chunk_gradients(model, loss, take(x, part), y[part], outer)
-        if others:
-            outer -= others
-            continue
+        if thetas is not None:
+            gradients, losses = averaged_gradients(model, loss, take(x, part), y[part], thetas)
+        else:
+            gradients, losses, others = chunk_gradients(model, loss, take(x, part), y[part], outer)
+            if others:
+                outer -= others
+                continue
         norms = torch.stack([norms_of(g) for g in gradients.values()]).norm(dim=0)
         factors = clip_factors(norms, max_grad_norm)
         if not norms.isfinite().all():  # 0 * inf is not 0

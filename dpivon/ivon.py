@@ -41,7 +41,8 @@ class IVON(torch.optim.Optimizer):
     scale
         factor of squared-gradient estimators; None is the paper's N_ess, b is consistent without clipping.
     noise_std
-        standard deviation of the privacy noise in `p.grad`, from `mechanism.noise_std`; 0 without privacy.
+        standard deviation of the privacy noise in `p.grad`. `mechanism` writes it; set it to 0 without privacy. Estimates
+        that subtract the noise refuse to guess.
     rescale_lr
         see `lr`.
     generator
@@ -64,7 +65,7 @@ class IVON(torch.optim.Optimizer):
         beta2: float = 0.995,
         weight_decay: float = 2e-4,
         scale: float | None = None,
-        noise_std: float = 0.0,
+        noise_std: float | None = None,
         rescale_lr: bool = True,
         generator: torch.Generator | None = None,
     ) -> None:
@@ -79,7 +80,7 @@ class IVON(torch.optim.Optimizer):
         for name, value in {"beta1": beta1, "beta2": beta2}.items():
             if not 0 <= value < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {value}")
-        for name, value in {"weight_decay": weight_decay, "noise_std": noise_std}.items():
+        for name, value in {"weight_decay": weight_decay, "noise_std": noise_std or 0.0}.items():
             if not 0 <= value < float("inf"):
                 raise ValueError(f"{name} must be finite and >= 0, got {value}")
         if curvature not in ESTIMATORS:
@@ -173,8 +174,11 @@ class IVON(torch.optim.Optimizer):
         FloatingPointError
             a gradient or the new curvature is not finite; nothing has changed.
         RuntimeError
-            no draw was made since the last step, so `p.grad` was not taken inside `sampled_params()`.
+            no draw was made since the last step, so `p.grad` was not taken inside `sampled_params()`; or it has not been
+            left, and would put the old mean back.
         """
+        if self.drawing:
+            raise RuntimeError("leave `sampled_params()` before step(): it would put the old mean back")
         updates = [(group, ps, *self.estimate(group, ps)) for group, ps in self.cohorts()]  # all, before any is applied
         for group, parameters, g, new in updates:
             beta1, damping = group["beta1"], group["weight_decay"]

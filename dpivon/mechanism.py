@@ -3,19 +3,26 @@
 Only what this file writes to `p.grad` is accounted for. Everything an optimizer computes from it is post-processing.
 """
 
+import hashlib
 import secrets
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from opacus.accountants.accountant import IAccountant
-from opacus.data_loader import DPDataLoader
-from opacus.grad_sample import GradSampleModule
-from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import GradSampleModuleFastGradientClipping
-from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
+from opacus.data_loader import dtype_safe, shape_safe, wrap_collate_with_empty
+from opacus.grad_sample import AbstractGradSampleHooks, prepare_module
+from opacus.optimizers import (
+    DistributedDPOptimizerFastGradientClipping,
+    DPOptimizer,
+    DPOptimizerFastGradientClipping,
+)
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from opacus.validators import ModuleValidator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, default_collate
@@ -67,6 +74,13 @@ def check_noise(noise_multiplier: float, max_grad_norm: float) -> None:
         raise ValueError(f"max_grad_norm must be finite and > 0, got {max_grad_norm}; 1.0 is a common start")
 
 
+def ranks() -> tuple[int, int]:
+    """This process's rank and the number of processes; (0, 1) where `torch.distributed` is not initialized."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
 def poisson_batches(
     n: int, batch_size: float, steps: int, generator: torch.Generator | None = None
 ) -> Iterator[Tensor]:
@@ -74,28 +88,47 @@ def poisson_batches(
 
     The accountants assume exactly this. A batch's size is random, with mean b, and an empty batch is a batch.
 
+    In distributed training each process draws from its own share of the examples, those with index = rank modulo the
+    number of processes. The union over the processes is a Poisson batch with the same q, and each yields T sets, some
+    of them empty, so that all stay in step.
+
     Parameters
     ----------
     n
-        N, the number of examples.
+        N, the number of examples, of all processes together.
     batch_size
-        b, the expected batch size.
+        b, the expected batch size, of all processes together.
     steps
         T, how many batches to draw.
     generator
-        source of the masks; None draws one from the operating system's entropy.
+        source of the masks; None draws one from the operating system's entropy. Each process needs its own.
 
     Raises
     ------
     ValueError
-        b is not in (0, N], or T is negative.
+        b is not in (0, N], T is negative, or two processes draw from the same seed.
     """
     check_batch_size(batch_size, n)
     if steps < 0:
         raise ValueError(f"steps must be >= 0, got {steps}")
     generator = generator or new_generator()
+    rank, world = ranks()
+    if world > 1:
+        check_own_masks(generator)
+    share = torch.arange(rank, n, world)
     for _ in range(steps):
-        yield (torch.rand(n, generator=generator, dtype=torch.float64) < batch_size / n).nonzero().squeeze(1)
+        yield share[torch.rand(len(share), generator=generator, dtype=torch.float64) < batch_size / n]
+
+
+def check_own_masks(generator: torch.Generator) -> None:
+    """Raise ValueError when two processes draw the same masks: then one example's presence tells of another's."""
+    states: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(states, hashlib.sha256(generator.get_state().numpy().tobytes()).hexdigest())
+    if len(set(states)) < len(states):
+        raise ValueError(
+            "two processes draw their masks from the same seed, so examples are not drawn independently; give each "
+            "its own, new_generator(seed + rank), or none"
+        )
 
 
 def mechanism(
@@ -112,6 +145,11 @@ def mechanism(
 
     .. math:: g_{\\rm dp} = \\frac{1}{b}\\left(\\sum_i \\bar g_i + \\mathcal N(0, \\sigma_p^2 C^2 I)\\right)
 
+    Where `torch.distributed` is initialized, the sum runs over the examples of all processes: each clips and sums its
+    own, the first adds the noise to its sum, and the total goes to all. One example lies with one process, so it moves
+    the total by at most C, and the total leaves the reduction with noise sigma_p C in it, once. Before that, the
+    processes send sums without noise: they and their network must trust each other as one computer does.
+
     Parameters
     ----------
     optimizer
@@ -121,13 +159,13 @@ def mechanism(
     max_grad_norm
         C > 0.
     batch_size
-        b, the public expected batch size (never the realized one, which is private).
+        b, the public expected batch size (never the realized one, which is private), of all processes together.
     n
-        N, the number of examples; the accountant uses q = b / N exactly.
+        N, the number of examples, of all processes together; the accountant uses q = b / N exactly.
     accountant
         an Opacus accountant that counts each step.
     generator
-        source of the noise; None draws one from the operating system's entropy.
+        source of the noise; None draws one from the operating system's entropy. Only the first process's is used.
 
     Raises
     ------
@@ -136,27 +174,53 @@ def mechanism(
     """
     check_noise(noise_multiplier, max_grad_norm)
     check_batch_size(batch_size, n)
-    dp = DPOptimizerFastGradientClipping(
+    _, world = ranks()
+    kind = DPOptimizerFastGradientClipping if world == 1 else DistributedDPOptimizerFastGradientClipping
+    dp = kind(
         optimizer,
         noise_multiplier=noise_multiplier,
         max_grad_norm=max_grad_norm,
-        expected_batch_size=batch_size,
+        expected_batch_size=batch_size / world,  # Opacus means each process's own
         generator=generator or new_generator(),
     )
     if accountant is not None:
         dp.attach_step_hook(accountant.get_optimizer_hook_fn(sample_rate=batch_size / n))
+    set_noise_std(dp)
     return dp
 
 
 def noise_std(dp: DPOptimizer) -> float:
     """The standard deviation of the privacy noise in each coordinate of `p.grad`.
 
-    .. math:: \\frac{\\sigma_p C}{b}, \\text{ with } b \\text{ times the accumulated iterations}
+    .. math:: \\frac{\\sigma_p C}{b}, \\text{ with } b \\text{ times the accumulated iterations and the processes}
 
-    Everything that needs the noise scale asks here, so that accumulation and sum reduction are right once.
+    Everything that needs the noise scale asks here, so that accumulation, sum reduction and distributed training are
+    right once. Opacus' `expected_batch_size` is that of one process.
+
+    Raises
+    ------
+    ValueError
+        the clipping norm adapts to the data: then neither the noise nor C is what the attributes say.
     """
-    std = dp.noise_multiplier * dp.max_grad_norm
-    return std if dp.loss_reduction == "sum" else std / (dp.expected_batch_size * dp.accumulated_iterations)
+    if hasattr(dp, "unclipped_num_std") or hasattr(dp, "_adjusted_noise_multiplier"):
+        raise ValueError("adaptive clipping changes C and the noise from step to step; use a fixed max_grad_norm")
+    std = float(dp.noise_multiplier * dp.max_grad_norm)
+    if dp.loss_reduction == "sum":
+        return std
+    waiting = any(isinstance(getattr(p, "grad_sample", None), (Tensor, list)) for p in dp.params)
+    accumulated = dp.accumulated_iterations if waiting else 1  # Opacus cannot count before the first backward
+    return std / (dp.expected_batch_size * accumulated * getattr(dp, "world_size", 1))
+
+
+def set_noise_std(dp: DPOptimizer) -> None:
+    """Tell the optimizer how noisy its gradients are: write `noise_std` into the groups that have such an entry.
+
+    `private_gradient` and `make_private` do so at every step, since schedules may change sigma_p or C. After Opacus'
+    own `PrivacyEngine.make_private`, `sampled_params` does.
+    """
+    for group in dp.param_groups:
+        if "noise_std" in group:
+            group["noise_std"] = noise_std(dp)
 
 
 def private_gradient(
@@ -166,6 +230,7 @@ def private_gradient(
     y: Tensor,
     dp: DPOptimizerFastGradientClipping,
     chunk_size: int | None = None,
+    samples: int | None = None,
 ) -> Diagnostics:
     """Write the private gradient of a Poisson batch into `p.grad`, and count the step.
 
@@ -174,20 +239,26 @@ def private_gradient(
     Parameters
     ----------
     model, loss, x, y
-        as in `gradients.per_example_gradients`; one batch of `poisson_batches`, maybe empty.
+        as in `gradients.per_example_gradients`; one batch of `poisson_batches`, maybe empty. In distributed
+        training, this process's part of it.
     dp
         from `mechanism`, over exactly the model's trainable parameters.
     chunk_size
         examples differentiated at once; None chooses.
+    samples
+        None takes the gradient at the weights as they are, inside the optimizer's `sampled_params()`. A number K draws
+        K times itself, outside of it, and averages each example's K gradients before clipping, so that the sensitivity
+        stays C. For one step: K times the work, K copies of the weights.
 
     Returns
     -------
-    Diagnostics, which epsilon does not cover.
+    Diagnostics of this process's examples, which epsilon does not cover.
 
     Raises
     ------
     ValueError
-        a layer mixes examples (BatchNorm), or `dp` holds other parameters than the model's trainable ones.
+        a layer mixes examples (BatchNorm), `dp` holds other parameters than the model's trainable ones, the
+        processes hold different weights, or the optimizer's curvature cannot use an average over draws.
     FloatingPointError
         the private gradient is not finite. No optimizer has stepped; the step is accounted.
     """
@@ -198,14 +269,69 @@ def private_gradient(
             "the optimizer must hold exactly the model's trainable parameters, so that clipping sees all of a "
             "gradient; freeze the others with requires_grad_(False) before building the optimizer"
         )
-    clipped = clipped_sum(model, loss, x, y, dp.max_grad_norm, chunk_size)
-    for p, total in zip(parameters.values(), clipped.sums, strict=True):
-        p.grad = total
-    dp.pre_step()
-    for p in parameters.values():
-        p.summed_grad = None  # type: ignore[attr-defined]  # the un-noised sum must not outlive the mechanism
+    thetas = None if samples is None else draws(dp.original_optimizer, list(parameters.values()), samples)
+    check_same_weights(dp, parameters.values() if thetas is None else [p for theta in thetas for p in theta])
+    clipped = clipped_sum(model, loss, x, y, dp.max_grad_norm, chunk_size, thetas)
+    try:
+        for p, total in zip(parameters.values(), clipped.sums, strict=True):
+            p.grad = total
+        dp.pre_step()
+        if ranks()[1] > 1:
+            dp.reduce_gradients()
+    except BaseException:
+        for p in parameters.values():
+            p.grad = None  # not noised yet, or not on every process
+        raise
+    finally:
+        for p in parameters.values():
+            p.summed_grad = None  # type: ignore[attr-defined]  # the un-noised sum must not outlive the mechanism
     check_finite(parameters)
+    set_noise_std(dp)
     return Diagnostics(clipped.loss, clipped.clipped, clipped.size)
+
+
+def draws(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], samples: int) -> list[list[Tensor]]:
+    """The parameters' values in several draws of `optimizer.sampled_params()`.
+
+    Raises
+    ------
+    ValueError
+        samples < 1, or the curvature needs each gradient paired with its own draw.
+    """
+    if samples < 1:
+        raise ValueError(f"samples must be at least 1, got {samples}")
+    if samples > 1 and getattr(optimizer, "curvature", None) == "price":
+        raise ValueError(
+            "curvature 'price' multiplies each gradient by its own theta - m, but clipping sees only the average over "
+            f"the {samples} draws, and the pairs are lost; take samples=1, or a curvature of squared gradients"
+        )
+    thetas = []
+    for _ in range(samples):
+        with getattr(optimizer, "sampled_params", nullcontext)():
+            thetas.append([p.detach().clone() for p in parameters])
+    return thetas
+
+
+def check_same_weights(dp: DPOptimizer, weights: Iterable[Tensor]) -> None:
+    """Raise ValueError on every process unless all of them take the gradient at the same weights.
+
+    Compares sums, to one part in a million, since processors may round the last bit differently.
+    """
+    _, world = ranks()
+    if getattr(dp, "world_size", 1) != world:
+        raise ValueError(f"mechanism() was called before the {world} processes were joined; call it afterwards")
+    if world == 1:
+        return
+    weights = [p.detach().double() for p in weights]
+    sums = torch.stack([torch.stack([p.sum(), p.abs().sum()]) for p in weights]).sum(0)
+    everyone = [torch.empty_like(sums) for _ in range(world)]
+    dist.all_gather(everyone, sums)
+    totals, sizes = torch.stack(everyone).unbind(1)
+    if not totals.max() - totals.min() <= 1e-6 * sizes.max():
+        raise ValueError(
+            "the processes hold different weights; start from the same model on each, and draw the posterior from "
+            "generators of the same seed"
+        )
 
 
 def plain_gradient(model: nn.Module, loss: Loss, x: Any, y: Tensor) -> Diagnostics:
@@ -227,13 +353,80 @@ def check_finite(parameters: dict[str, nn.Parameter]) -> None:
             )
 
 
+@contextmanager
+def sampled_params(dp: DPOptimizer) -> Iterator[None]:
+    """`sampled_params()` of the optimizer that `dp` wraps, with one draw theta for each *logical* batch.
+
+    Opacus' `BatchMemoryManager` cuts a large batch into parts, and its loop enters the context for each part. All parts
+    must see the same theta, or the gradient would be a mixture that no estimator of the curvature is made for. So the
+    first part draws, and the others get that draw again. Also tells the optimizer its noise, see `set_noise_std`.
+
+    .. code-block:: python
+
+        for x, y in loader:  # Opacus' own, or a BatchMemoryManager's
+            with sampled_params(optimizer):
+                optimizer.zero_grad()
+                loss(model(x), y).backward()
+            optimizer.step()
+
+    Parameters
+    ----------
+    dp
+        any of Opacus' optimizers, from `make_private` or from `PrivacyEngine.make_private`.
+
+    Raises
+    ------
+    RuntimeError
+        an earlier part of this batch saw another draw, or the context is entered twice.
+    """
+    if vars(dp).get("drawing"):
+        raise RuntimeError("the parameters are a draw already; leave sampled_params before entering it again")
+    set_noise_std(dp)
+    theta = vars(dp).get("theta")
+    if dp._is_last_step_skipped and theta is None:
+        raise RuntimeError(MIXED_DRAWS)
+    later = dp._is_last_step_skipped
+    draw = held(dp.params, theta) if later else getattr(dp.original_optimizer, "sampled_params", nullcontext)()
+    with draw:
+        if not later:
+            dp.theta = [p.detach().clone() for p in dp.params]
+        dp.drawing = True
+        try:
+            yield
+        finally:
+            dp.drawing = False
+
+
+@contextmanager
+def held(parameters: list[Tensor], values: list[Tensor]) -> Iterator[None]:
+    """Within, the parameters have these values. The changes are in place, so that a misplaced backward raises."""
+    with torch.no_grad():
+        before = [p.clone() for p in parameters]
+        torch._foreach_copy_(parameters, values)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            torch._foreach_copy_(parameters, before)
+
+
+MIXED_DRAWS = (
+    "the parts of one logical batch see different weights; use `with mechanism.sampled_params(optimizer):` around the "
+    "forward and backward pass of every part: it draws once for all of them"
+)
+
+
 class PrivateParts(NamedTuple):
-    """What `make_private` returns: drop-in replacements for model, optimizer, data loader and loss."""
+    """What `make_private` returns: drop-in replacements for model, optimizer, data loader and loss.
+
+    `hooks` is what sits on the model; ``hooks.cleanup()`` takes it off again.
+    """
 
     model: nn.Module
     optimizer: DPOptimizer
     loader: DataLoader
     loss: Callable[..., Any]
+    hooks: AbstractGradSampleHooks
 
 
 def make_private(
@@ -246,6 +439,7 @@ def make_private(
     max_grad_norm: float,
     batch_size: int,
     mode: str = "hooks",
+    wrap: bool = True,
     accountant: IAccountant | None = None,
     generator: torch.Generator | None = None,
 ) -> PrivateParts:
@@ -254,7 +448,11 @@ def make_private(
     `opacus.PrivacyEngine.make_private` derives q and b from the loader's length, which rounds: 50,000 examples in
     batches of 4,096 are accounted and scaled as 3,846. Here both are what was asked for.
 
-    The loop stays the usual one: for each (x, y) of the loader: zero_grad, ``loss(model(x), y).backward()`` once, step.
+    The loop stays the usual one: for each (x, y) of the loader: zero_grad, ``loss(model(x), y).backward()`` once, step;
+    for a variational method, see `sampled_params`. The loader may go through Opacus' `BatchMemoryManager`, which bounds
+    memory and changes nothing else. What a loop that was left early has accumulated is thrown away, see
+    `LogicalBatches`. Schedules of the learning rate, sigma_p and (with hooks) C take the private optimizer.
+
     Two things our own loop does are not done here: an example whose gradient is not finite is not dropped (the step
     raises instead, which says that there was one), and a module that mixes the examples of a batch in its own code is
     not noticed. Publish `state_dict()`, never the pickled module.
@@ -264,7 +462,8 @@ def make_private(
     model
         without batch statistics, in-place activations, unused parameters or recurrent layers of torch.nn.
     optimizer
-        any torch optimizer over the model's trainable parameters.
+        any torch optimizer over the model's trainable parameters that steps by `p.grad`. Where its groups have an entry
+        `noise_std`, each step writes it.
     dataset
         map-style, with tuples of tensors as examples. Not a loader: the sampler must be Poisson's.
     loss
@@ -273,6 +472,9 @@ def make_private(
         sigma_p, C and b.
     mode
         "hooks" (per-example gradients stored) or "ghost" (norms first, then a second backward pass).
+    wrap
+        whether the model is wrapped in a module that holds the hooks. Without, they sit on the model itself until
+        ``hooks.cleanup()``: for models that other code must recognize.
     accountant
         an Opacus accountant that counts each step.
     generator
@@ -281,39 +483,19 @@ def make_private(
     Raises
     ------
     ValueError
-        a setting is out of range, or the model or data do not fit; the message names the remedy.
+        a setting is out of range, or the model, data or optimizer do not fit; the message names the remedy.
     """
-    if isinstance(dataset, DataLoader):
-        raise ValueError(
-            "make_private takes the dataset, not a DataLoader: a sampler of one's own is not Poisson's, and the "
-            "accountant's q would be wrong; pass loader.dataset"
-        )
     if mode not in ("hooks", "ghost"):
         raise ValueError(f"mode must be 'hooks' or 'ghost', got {mode!r}; the book's own loop is private_gradient")
+    check_door(model, optimizer, dataset, loss)
     n = len(dataset)  # type: ignore[arg-type]
     check_noise(noise_multiplier, max_grad_norm)
     check_batch_size(batch_size, n)
-    if getattr(loss, "reduction", None) != "mean":
-        raise ValueError(f"loss must be a module with reduction='mean', got {loss!r}; e.g. nn.CrossEntropyLoss()")
-    if getattr(loss, "weight", None) is not None or getattr(loss, "ignore_index", -100) != -100:
-        raise ValueError(
-            "a loss with class weights or ignore_index divides by what the batch holds, so one example rescales all "
-            "others before clipping; weight the classes in private_gradient's loss, or not at all"
-        )
-    parameters = trainable(model)
-    if {id(p) for p in parameters.values()} != {id(p) for g in optimizer.param_groups for p in g["params"]}:
-        raise ValueError(
-            "the optimizer must hold exactly the model's trainable parameters; the others would keep raw gradients: "
-            "freeze them with requires_grad_(False) before building the optimizer"
-        )
-    check_hooks_fit(model, dataset)
     # Images need no gradient of their own; torch remarks on that at the first backward, and nothing follows from it.
     warnings.filterwarnings("ignore", message="Full backward hook is firing", category=UserWarning)
     ghost = mode == "ghost"
     generator = generator or new_generator()
-    module = (
-        GradSampleModuleFastGradientClipping(model, max_grad_norm=max_grad_norm) if ghost else GradSampleModule(model)
-    )
+    hooks = prepare_module(model, mode, wrap_model=wrap, **({"max_grad_norm": max_grad_norm} if ghost else {}))
     kind = DPOptimizerFastGradientClipping if ghost else DPOptimizer
     dp = kind(
         optimizer,
@@ -322,27 +504,174 @@ def make_private(
         expected_batch_size=batch_size,
         generator=generator,
     )
-    count = accountant.get_optimizer_hook_fn(sample_rate=batch_size / n) if accountant is not None else None
+    if accountant is not None:
+        dp.attach_step_hook(accountant.get_optimizer_hook_fn(sample_rate=batch_size / n))
+    set_noise_std(dp)
+    guard(dp, hooks)
+    example = dataset[0]
+    loader: DataLoader = DataLoader(
+        dataset,
+        batch_sampler=LogicalBatches(n, batch_size / n, generator, dp, hooks),
+        collate_fn=wrap_collate_with_empty(
+            collate_fn=default_collate,
+            sample_empty_shapes=[(0, *shape_safe(part)) for part in example],
+            dtypes=[dtype_safe(part) for part in example],
+        ),
+        generator=generator,
+    )
+    private_loss = DPLossFastGradientClipping(hooks, dp, loss) if ghost else loss
+    return PrivateParts(hooks if wrap else model, dp, loader, private_loss, hooks)
+
+
+def guard(dp: DPOptimizer, hooks: AbstractGradSampleHooks) -> None:
+    """Look at every forward pass and every step of a user's loop, and raise where its guarantee or meaning would end.
+
+    Raises
+    ------
+    RuntimeError
+        from ``model(x)``: the parts of a logical batch see different weights, or a backward pass failed before;
+        from ``step()``: it is inside `sampled_params`.
+    ValueError
+        from ``backward()``: it ran twice; from ``step()``: other parameters are trained or clipped to another norm.
+    """
+    trained = {id(p) for p in dp.params}
+    count = dp.step_hook
+    dp.theta, dp.drawing = None, False
+
+    def before_forward(model: nn.Module, inputs: Any) -> None:
+        if not (model.training and torch.is_grad_enabled()):
+            return
+        if not hooks.hooks_enabled:  # ghost clipping turns them off for its second pass, which then failed
+            raise RuntimeError("a backward pass failed midway; call mechanism.discard(optimizer, hooks) first")
+        if dp._is_last_step_skipped:
+            if dp.theta is None or any(not torch.equal(p, t) for p, t in zip(dp.params, dp.theta, strict=True)):
+                raise RuntimeError(MIXED_DRAWS)
+        elif dp._step_skip_queue[:1] == [True]:  # the first of several parts
+            dp.theta = [p.detach().clone() for p in dp.params]
 
     def before_step(dp: DPOptimizer) -> None:
-        if dp.accumulated_iterations != 1:
-            raise ValueError(
-                "backward ran more than once since zero_grad, so one example counts several times over; average the "
-                "losses and call backward once"
-            )
-        if {id(p) for p in trainable(model).values()} != {id(p) for p in parameters.values()}:
+        if {id(p) for p in trainable(hooks._module).values()} != trained:
             raise ValueError("parameters were frozen or unfrozen after make_private; call it again, on a new optimizer")
+        if getattr(hooks, "max_grad_norm", dp.max_grad_norm) != dp.max_grad_norm:
+            raise ValueError("ghost clipping cannot follow a change of max_grad_norm; use mode='hooks'")
+        if dp.drawing:
+            raise RuntimeError("step() belongs after sampled_params, which would put the old mean back")
         if count is not None:
             count(dp)
-        for p in parameters.values():  # what is not yet private must not outlive the step
-            for name in ("grad_sample", "summed_grad", "_norm_sample"):
+        set_noise_std(dp)
+        for p in dp.params:  # what is not yet private must not outlive the step
+            for name in WAITING:
                 if getattr(p, name, None) is not None:
                     setattr(p, name, None)
-        check_finite(parameters)
+        check_finite(trainable(hooks._module))
 
+    hooks.forbid_grad_accumulation()  # a second backward would count an example twice
+    hooks.autograd_grad_sample_hooks.append(hooks._module.register_forward_pre_hook(before_forward))  # for cleanup()
     dp.attach_step_hook(before_step)
-    loader = DPDataLoader(dataset, sample_rate=batch_size / n, generator=generator)
-    return PrivateParts(module, dp, loader, DPLossFastGradientClipping(module, dp, loss) if ghost else loss)
+
+
+# What Opacus hangs on a parameter between backward and step, none of it noised.
+WAITING = ("grad_sample", "summed_grad", "_norm_sample")
+
+
+def discard(dp: DPOptimizer, hooks: AbstractGradSampleHooks) -> None:
+    """Throw away what an unfinished batch has left: nothing of it was released, and none of it may enter the next step.
+
+    An exception leaves activations that the next batch would be multiplied with, and a logical batch that was left
+    early its sum and flags, so that its examples would count in the next one as well.
+
+    Parameters
+    ----------
+    dp, hooks
+        `optimizer` and `hooks` of `PrivateParts`. The loader calls this between logical batches.
+    """
+    unfinished = dp._is_last_step_skipped
+    dp._step_skip_queue.clear()
+    dp._is_last_step_skipped, dp.theta = False, None
+    hooks.enable_hooks()
+    for layer in hooks._module.modules():
+        for name in ("activations", "max_batch_len"):
+            vars(layer).pop(name, None)
+    for p in dp.params:
+        unfinished |= any(vars(p).get(name) is not None for name in (*WAITING, "_current_grad_sample"))
+        vars(p).pop("_current_grad_sample", None)
+        p.grad_sample = p.summed_grad = p._norm_sample = None
+        p._forward_counter = 0
+    if unfinished:
+        for p in dp.params:
+            p.grad = None
+
+
+class LogicalBatches(UniformWithReplacementSampler):
+    """Opacus' Poisson batches, with a look between two of them: the first must have ended in a step, or left nothing.
+
+    `BatchMemoryManager` cuts these batches into parts and keeps the sum of the parts on the parameters. It does not
+    notice when a loop is left between two parts; the iterator's end, by whatever way, does.
+    """
+
+    def __init__(
+        self, n: int, sample_rate: float, generator: torch.Generator, dp: DPOptimizer, hooks: AbstractGradSampleHooks
+    ) -> None:
+        super().__init__(num_samples=n, sample_rate=sample_rate, generator=generator)
+        self.dp, self.hooks, self.latest = dp, hooks, object()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Index lists, int(1 / q) of them.
+
+        Raises
+        ------
+        RuntimeError
+            a part was not followed by `optimizer.step()`: the flags that say which part is the last are out of step.
+        """
+        discard(self.dp, self.hooks)
+        mine = self.latest = object()
+        try:
+            for batch in super().__iter__():
+                yield batch
+                if self.dp._step_skip_queue or self.dp._is_last_step_skipped:
+                    raise RuntimeError(
+                        "a part of the last logical batch was not followed by optimizer.step(); call step() once for "
+                        "each batch of the loader, and leave the loop on an exception"
+                    )
+                discard(self.dp, self.hooks)
+        finally:
+            if self.latest is mine:  # else a newer loop is under way
+                discard(self.dp, self.hooks)
+
+
+def check_door(model: nn.Module, optimizer: torch.optim.Optimizer, dataset: Dataset, loss: nn.Module) -> None:
+    """Refuse parts of a user's loop with which it would not be private. The rest of the check is `check_hooks_fit`.
+
+    Raises
+    ------
+    ValueError
+        naming the part and the remedy.
+    """
+    if isinstance(dataset, DataLoader):
+        raise ValueError(
+            "make_private takes the dataset, not a DataLoader: a sampler of one's own is not Poisson's, and the "
+            "accountant's q would be wrong; pass loader.dataset"
+        )
+    if ranks()[1] > 1:
+        raise ValueError("make_private is for one process; private_gradient trains in several")
+    if type(optimizer).__module__.split(".")[0] == "ivon":
+        raise ValueError(
+            "ivon-opt keeps the gradient it saw before the noise and steps by that, so nothing would be private; use "
+            "dpivon.ivon.IVON"
+        )
+    if getattr(loss, "reduction", None) != "mean":
+        raise ValueError(f"loss must be a module with reduction='mean', got {loss!r}; e.g. nn.CrossEntropyLoss()")
+    if getattr(loss, "weight", None) is not None or getattr(loss, "ignore_index", -100) != -100:
+        raise ValueError(
+            "a loss with class weights or ignore_index divides by what the batch holds, so one example rescales all "
+            "others before clipping; weight the classes in private_gradient's loss, or not at all"
+        )
+    if {id(p) for p in trainable(model).values()} != {id(p) for g in optimizer.param_groups for p in g["params"]}:
+        raise ValueError(
+            "the optimizer must hold exactly the model's trainable parameters; the others would keep raw gradients: "
+            "freeze them with requires_grad_(False) before building the optimizer"
+        )
+    check_hooks_fit(model, dataset)
 
 
 def check_hooks_fit(model: nn.Module, dataset: Dataset) -> None:

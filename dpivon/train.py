@@ -255,10 +255,11 @@ class Run:
                 generator=self.sources["noise"],
             )
             self.gradient = partial(mechanism.private_gradient, dp=self.dp)
-            for group in self.optimizer.param_groups:
-                group["noise_std"] = mechanism.noise_std(self.dp)
-                if settings.get("damping", 0) is None:
-                    group["damping"] = max(adaptive.noise_floor(group["noise_std"], self.steps, group["beta2"]), 1e-8)
+        for group in self.optimizer.param_groups:
+            if self.dp is None:
+                group["noise_std"] = 0.0
+            if settings.get("damping", 0) is None:
+                group["damping"] = max(adaptive.noise_floor(group["noise_std"], self.steps, group["beta2"]), 1e-8)
 
     def batches(self) -> Iterator[Tensor]:
         """Poisson batches for the steps that are left."""

@@ -1,11 +1,15 @@
 """What a chapter defines and what dpivon keeps are the same functions: same numbers from the same inputs and seeds."""
 
+import ast
+import difflib
+import re
 from typing import Any
 
+import nbformat
 import pytest
 import torch
 import torch.nn.functional as F
-from notebook import definitions
+from notebook import ROOT, definitions
 from torch import Tensor
 
 from dpivon import accounting, adaptive, curvature, data, gradients, ivon, mechanism, models
@@ -300,3 +304,318 @@ def test_chapter_7_ivon_takes_the_module_s_steps(seven, digits, changed):
     torch.testing.assert_close(mean, torch.cat([p.detach().flatten() for p in model.parameters()]), atol=1e-10, rtol=0)
     torch.testing.assert_close(h, torch.cat([optimizer.state[p]["h"].flatten() for p in model.parameters()]))
     assert (mean - start).abs().max() > 0.1
+
+
+# ---- Adaptive and private
+
+
+@pytest.fixture(scope="module")
+def four() -> dict[str, Any]:
+    return definitions("book/04_adaptive_and_private.ipynb")
+
+
+@pytest.fixture(scope="module")
+def past() -> Tensor:
+    return 0.4 * torch.randn(25, 300, generator=seeded())
+
+
+def streamed(function: Any, past: Tensor, **group: float) -> Tensor:
+    """The module's function, which keeps a state, after all gradients in `past`."""
+    state: dict[str, Any] = {"step": 0}
+    for g in past:
+        state["step"] += 1
+        found = function(state, g, group)
+    return found
+
+
+def test_chapter_4_phi_and_psi_are_the_module_s(four, past):
+    pairs = [
+        (four["latest"](past), streamed(adaptive.gradient, past)),
+        (four["momentum"](past, 0.8), streamed(adaptive.momentum, past, beta1=0.8)),
+        (four["one"](past), streamed(adaptive.one, past)),
+        (four["root"](past, 0.95, 0.1), streamed(adaptive.root, past, beta2=0.95, damping=0.1)),
+        (
+            four["corrected_root"](past, noise_std=0.3, damping=0.1, beta2=0.95),
+            streamed(adaptive.corrected_root, past, beta2=0.95, damping=0.1, noise_std=0.3),
+        ),
+    ]
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
+
+
+def test_chapter_4_curvature(four, past):
+    ours = four["curvature"](past, noise_std=0.3, ess=100.0, hess_init=0.5, beta2=0.9, damping=0.01)
+    group = {"beta2": 0.9, "noise_std": 0.3, "ess": 100.0, "scale": 100.0, "hess_init": 0.5, "weight_decay": 0.01}
+    torch.testing.assert_close(ours, streamed(adaptive.ivon_curvature, past, **group), atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("psi", "optimizer"),
+    [("one", adaptive.sgd), ("root", adaptive.adam)],
+)
+def test_chapter_4_defaults_are_the_module_s(four, past, psi, optimizer):
+    p, gradients_left = torch.nn.Parameter(torch.ones(300)), iter(past)
+    stepper = optimizer([p], lr=0.02)
+    for g in past:
+        p.grad = g.clone()
+        stepper.step()
+    ours = four["descend"](lambda _: next(gradients_left), torch.ones(300), four["momentum"], four[psi], 0.02, 25)
+    assert_equal([ours], [p.detach()], atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [0, 40])
+def test_chapter_4_clipped_sum(four, digits, size):
+    x, y = digits
+    X = torch.cat([x.flatten(1), torch.ones(len(x), 1)], dim=1)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    W = torch.cat([model[1].weight, model[1].bias[:, None]], dim=1).detach()
+    sums = gradients.clipped_sum(model, F.cross_entropy, x[:size], y[:size], 0.7).sums
+    expected = torch.cat([sums[0], sums[1][:, None]], dim=1)
+    assert_equal([four["clipped_sum"](W, X[:size], y[:size], 0.7)], [expected], atol=1e-5)
+    two_runs = four["clipped_sum"](torch.stack([W, 0 * W]), X[:size], y[:size], 0.7)
+    assert_equal([two_runs[0]], [expected], atol=1e-5)
+
+
+def test_chapter_4_private_gradients(four, digits):
+    """The same batches as the module draws, and noise of the size that the mechanism reports."""
+    x, y = digits
+    X = torch.cat([x.flatten(1), torch.ones(len(x), 1)], dim=1)
+    W = torch.zeros(10, 65)
+    dp = mechanism.mechanism(adaptive.sgd(mlp().parameters(), lr=1.0), n=len(y), **SETTINGS)
+    gradient = four["private_gradients"](X, y, generator=seeded(), **SETTINGS)
+    (B,) = mechanism.poisson_batches(len(y), SETTINGS["batch_size"], 1, seeded())
+    noise = gradient(W) - four["clipped_sum"](W, X[B], y[B], SETTINGS["max_grad_norm"]) / SETTINGS["batch_size"]
+    assert float(noise.std()) == pytest.approx(mechanism.noise_std(dp), rel=0.1)
+    silent = four["private_gradients"](X, y, generator=seeded(), **{**SETTINGS, "noise_multiplier": 0.0})
+    expected = gradients.clipped_sum(
+        torch.nn.Sequential(torch.nn.Flatten(), zero_linear()), F.cross_entropy, x[B], y[B], SETTINGS["max_grad_norm"]
+    ).sums
+    expected = torch.cat([expected[0], expected[1][:, None]], dim=1) / SETTINGS["batch_size"]
+    assert_equal([silent(W)], [expected], atol=1e-6)
+
+
+def zero_linear() -> torch.nn.Linear:
+    layer = torch.nn.Linear(64, 10)
+    torch.nn.init.zeros_(layer.weight)
+    torch.nn.init.zeros_(layer.bias)
+    return layer
+
+
+# ---- Two noises
+
+
+@pytest.fixture(scope="module")
+def eight() -> dict[str, Any]:
+    return definitions("book/08_two_noises.ipynb")
+
+
+def test_chapter_8_estimate_and_curvature(eight):
+    g, deviation, h = torch.randn(3, 50, generator=seeded(), dtype=torch.float64)
+    h = h.abs()
+    group = {"ess": 300.0, "weight_decay": 1e-2, "beta2": 0.9}
+    h_hat = curvature.price(g, deviation, {"h": h}, group)
+    torch.testing.assert_close(eight["price"](g, deviation, h, 300.0, 1e-2), h_hat)
+    torch.testing.assert_close(eight["new_curvature"](h, h_hat, 0.9, 1e-2), ivon.new_curvature(h, h_hat, group))
+
+
+@pytest.mark.parametrize("changed", [{}, {"beta1": 0.5, "beta2": 0.9}, {"hess_init": 2.0, "weight_decay": 0.1}])
+def test_chapter_8_dp_ivon_price_takes_the_module_s_steps(eight, digits, changed):
+    """One weight matrix, so that both draw their noise in one piece; the batch is everybody."""
+    x, y = digits[0].double(), digits[1]
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10, bias=False)).double()
+    torch.nn.init.normal_(model[1].weight, std=0.1, generator=seeded(1))
+    start, sigma, C, b = model[1].weight.detach().clone(), 1.5, 0.5, 100
+    settings = {"lr": 0.3, "ess": 100, "hess_init": 0.5, "weight_decay": 1e-3, **changed}
+
+    def clipped_sum(weights: Tensor) -> Tensor:
+        with torch.no_grad():
+            at, model[1].weight.data = model[1].weight.data, weights
+        sums = gradients.clipped_sum(model, F.cross_entropy, x, y, C).sums
+        model[1].weight.data = at
+        return sums[0]
+
+    privacy = {"sigma": sigma, "C": C, "b": b, "draws": seeded(2), "noise": seeded(3)}
+    mean, h = eight["dp_ivon_price"](clipped_sum, start, steps=20, **settings, **privacy)
+    optimizer = ivon.IVON(model.parameters(), curvature="price", generator=seeded(2), **settings)
+    dp = mechanism.mechanism(optimizer, noise_multiplier=sigma, max_grad_norm=C, batch_size=b, n=b, generator=seeded(3))
+    for _ in range(20):
+        with optimizer.sampled_params():
+            mechanism.private_gradient(model, F.cross_entropy, x, y, dp)
+        optimizer.step()
+    torch.testing.assert_close(mean, model[1].weight.detach(), atol=1e-9, rtol=0)
+    torch.testing.assert_close(h, optimizer.state[model[1].weight]["h"])
+    assert (mean - start).abs().max() > 0.05
+
+
+@pytest.mark.parametrize(("kind", "reacts"), [("Reads", True), ("Keeps", False)])
+def test_chapter_8_only_the_mutant_ignores_the_noise(eight, digits, kind, reacts):
+    """A wrapper in Opacus' order: the raw gradient in the context, the private one before the step."""
+
+    def trained(noise: float) -> Tensor:
+        model = mlp()
+        optimizer = eight[kind](model.parameters(), lr=0.5)
+        generator = seeded()
+        for _ in range(3):
+            with optimizer.sampled_params():
+                optimizer.zero_grad()
+                F.cross_entropy(model(digits[0]), digits[1]).backward()
+            for p in model.parameters():
+                p.grad = p.grad + noise * torch.randn(p.shape, generator=generator)
+            optimizer.step()
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    assert (not torch.equal(trained(0.0), trained(1.0))) == reacts
+
+
+def test_chapter_8_the_estimator_settles_where_the_chapter_says(eight):
+    """The module's own optimizer, fed with noise alone: the mean path from its start, and the spread at rest."""
+    p = torch.nn.Parameter(torch.zeros(20_000))
+    settings = {"ess": 1000, "hess_init": 0.5, "beta2": 0.97, "weight_decay": 1e-6}
+    optimizer = ivon.IVON([p], lr=1e-6, curvature="price", generator=seeded(1), **settings)
+    generator, means = seeded(), []
+    for _ in range(300):
+        with optimizer.sampled_params():
+            p.grad = 0.05 * torch.randn(p.shape, generator=generator)
+        optimizer.step()
+        means.append(float(optimizer.state[p]["h"].mean()))
+    for t in (10, 50, 100, 300):
+        assert means[t - 1] == pytest.approx(eight["mean_path"](t, 0.5, 0.05, 1000, 0.97), rel=0.06)
+    law = eight["settled"](1e-6, 0.05, 1000, 0.97)
+    for level in (0.25, 0.5, 0.75, 0.9):
+        assert float(optimizer.state[p]["h"].quantile(level)) == pytest.approx(law.ppf(level), rel=0.08)
+
+
+# ---- DP-IVON-Gradsq
+
+TEN = "book/10_dp_ivon_gradsq.ipynb"
+PRIVATE = {"sigma": 0.8, "C": 0.5}
+BAYES = {"ess": 100.0, "h0": 0.5, "beta2": 0.9, "damping": 1e-3}
+RUNGS: dict[str, dict[str, float]] = {
+    "sgd": {}, "dp_sgd": PRIVATE, "ivon": BAYES, "dp_ivon_gradsq": PRIVATE | BAYES, "dp_ivon_price": PRIVATE | BAYES,
+    "dp_adam": PRIVATE | {"beta2": 0.95, "damping": 1e-6},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ten() -> dict[str, Any]:
+    return definitions(TEN)
+
+
+def module_optimizer(rung: str, model: torch.nn.Module, draws: torch.Generator) -> Any:
+    """The optimizer that dpivon keeps for this rung of the ladder."""
+    if rung in ("sgd", "dp_sgd"):
+        return adaptive.sgd(model.parameters(), lr=0.1, beta1=0.8)
+    if rung == "dp_adam":
+        return adaptive.adam(model.parameters(), lr=0.1, beta1=0.8, beta2=0.95, damping=1e-6)
+    settings = {"ess": 100.0, "hess_init": 0.5, "beta2": 0.9, "weight_decay": 1e-3}
+    curve = "noise-corrected" if rung == "dp_ivon_gradsq" else "price"
+    parameters = model.parameters()
+    return ivon.IVON(parameters, 0.1, curvature=curve, beta1=0.8, rescale_lr=False, generator=draws, **settings)
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_chapter_10_a_rung_takes_the_module_s_steps(ten, digits, rung):
+    x, y = digits[0].double(), digits[1]
+    ours, theirs, T, b = mlp().double(), mlp().double(), 25, 24
+    found = ten[rung](ours, F.cross_entropy, x, y, b=b, T=T, alpha=0.1, beta1=0.8, seed=4, **RUNGS[rung])
+    batches, draws, noise = ten["streams"](4)
+    optimizer = module_optimizer(rung, theirs, draws)
+    private = "sigma" in RUNGS[rung]
+    settings = {"noise_multiplier": 0.8, "max_grad_norm": 0.5, "batch_size": b, "n": len(y)}
+    dp = mechanism.mechanism(optimizer, generator=noise, **settings)
+    for B in mechanism.poisson_batches(len(y), b, T, batches):
+        with optimizer.sampled_params():
+            if private:
+                mechanism.private_gradient(theirs, F.cross_entropy, x[B], y[B], dp)
+            else:
+                mechanism.plain_gradient(theirs, F.cross_entropy, x[B], y[B])
+        optimizer.step()
+    mean = torch.cat([p.detach().flatten() for p in theirs.parameters()])
+    if "h0" in RUNGS[rung]:
+        found, h = found
+        torch.testing.assert_close(h, torch.cat([optimizer.state[p]["h"].flatten() for p in theirs.parameters()]))
+    torch.testing.assert_close(found, mean, atol=1e-8, rtol=0)
+    assert (mean - ten["weights"](ours)).abs().max() > 0.02  # the chapter's functions leave the network as it was
+
+
+def test_chapter_10_the_diffs_are_those_of_the_code():
+    """Each stored diff, computed again from the stored cells; and the three steps are as few as the text says."""
+    cells = [cell for cell in nbformat.read(ROOT / TEN, as_version=4).cells if cell.cell_type == "code"]
+    sources: dict[str, list[str]] = {}
+    for cell in cells:
+        if "definition" in cell.metadata.get("tags", []):
+            for node in ast.parse(cell.source).body:
+                if isinstance(node, ast.FunctionDef):
+                    lines = cell.source.splitlines()[node.lineno - 1 : node.end_lineno]
+                    assert node.name not in sources, f"{node.name} is defined twice"
+                    sources[node.name] = lines
+    shown = {}
+    for cell in cells:
+        pairs = re.findall(r"^show\((\w+), (\w+)\)$", cell.source, re.MULTILINE)
+        assert bool(pairs) == ("ladder" in cell.metadata.get("tags", []))
+        texts = [output.data["text/markdown"] for output in cell.outputs if pairs]
+        shown.update(zip(pairs, texts, strict=True))
+    ladder = {("sgd", "dp_sgd"), ("sgd", "ivon"), ("ivon", "dp_ivon_gradsq"), ("dp_sgd", "dp_ivon_gradsq")}
+    assert ladder < shown.keys()
+    for (old, new), text in shown.items():
+        diff = "\n".join(difflib.unified_diff(sources[old], sources[new], old, new, n=0, lineterm=""))
+        assert text == f"```diff\n{diff}\n```", (old, new)
+        if (old, new) in ladder:
+            assert len([line for line in diff.split("\n")[2:] if line[0] == "+"]) <= 9
+    for rung in ("sgd", "dp_sgd", "ivon", "dp_ivon_gradsq"):
+        assert len(sources[rung]) <= 18
+
+
+def test_chapter_10_replay_needs_no_data_and_finds_a_leak(ten, digits):
+    """The module's own run is a function of its private gradients; one with a setting from the batch is not."""
+    x, y = digits[0].double(), digits[1]
+    settings = {"lr": 0.5, "ess": 100.0, "hess_init": 0.4, "beta2": 0.9, "curvature": "noise-corrected"}
+
+    def run(leaks: bool) -> tuple[bool, bool]:
+        model, released = mlp().double(), []
+        batches, draws, noise = ten["streams"](2)
+        optimizer = ivon.IVON(model.parameters(), generator=draws, **settings)
+        dp = mechanism.mechanism(
+            optimizer, noise_multiplier=2.0, max_grad_norm=1.0, batch_size=24, n=100, generator=noise
+        )
+        for B in mechanism.poisson_batches(100, 24, 6, batches):
+            if leaks:
+                optimizer.param_groups[0]["ess"] = float(len(B))
+            with optimizer.sampled_params():
+                mechanism.private_gradient(model, F.cross_entropy, x[B], y[B], dp)
+            released.append([p.grad.clone() for p in model.parameters()])
+            optimizer.step()
+        std = mechanism.noise_std(dp)
+        mean, variance = ten["replay"](mlp().double(), released, ten["streams"](2)[1], noise_std=std, **settings)
+        return torch.equal(mean, ten["weights"](model)), torch.equal(variance, ten["variance_of"](optimizer))
+
+    assert run(leaks=False) == (True, True)
+    assert run(leaks=True) == (True, False)
+
+
+def test_chapter_10_curvature(ten):
+    g, h = 0.3 * torch.randn(300, generator=seeded()), torch.rand(300, generator=seeded())
+    group = {"scale": 1438.0, "noise_std": 0.3, "beta2": 0.9, "weight_decay": 0.01}
+    h_hat = ten["noise_corrected"](g, 0.3, 1438.0)
+    assert_equal([h_hat], [curvature.noise_corrected(g, g, {}, group)])
+    assert_equal([ten["new_curvature"](h, h_hat, 0.9, 0.01)], [ivon.new_curvature(h, h_hat, group)], atol=1e-3)
+
+
+def test_chapter_10_clipping_is_the_module_s(ten):
+    each = 3 * torch.randn(40, 60, generator=seeded(), dtype=torch.float64)
+    expected = each * gradients.clip_factors(each.norm(dim=1), 20.0)[:, None]
+    torch.testing.assert_close(ten["clip"](each, 20.0), expected)
+    assert (ten["clip"](each, 20.0).norm(dim=1) <= 20.0).all()
+
+
+def test_chapter_10_floor_is_chapter_9_s(ten, nine):
+    assert ten["floor"](0.03, 1438.0) == pytest.approx(nine["floor"](0.03, 1438.0))
+
+
+def test_chapter_10_referral(ten):
+    """Ten patients, three errors, two of them the most doubtful."""
+    p = torch.tensor([0.51, 0.49, 0.9, 0.9, 0.9, 0.1, 0.1, 0.1, 0.1, 0.98])
+    y = torch.tensor([0, 1, 1, 1, 1, 0, 0, 0, 0, 0])
+    found = ten["referral_curve"](p, y, ten["entropy"](p), (0.0, 0.1, 0.2, 0.5))
+    assert found == pytest.approx([3 / 10, 2 / 9, 1 / 8, 1 / 5])
+    assert ten["standard_error"](0.2, 100) == pytest.approx(0.04)

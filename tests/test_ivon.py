@@ -16,6 +16,7 @@ from dpivon.ivon import IVON, new_curvature
 
 # 0.25 because the peer keeps hess_init in single precision.
 SETTINGS = {"lr": 0.1, "ess": 500.0, "hess_init": 0.25, "beta1": 0.8, "beta2": 0.98, "weight_decay": 1e-2}
+QUIET = {**SETTINGS, "noise_std": 0.0}
 
 
 class SameNoise:
@@ -187,7 +188,7 @@ def test_a_step_without_a_draw_raises():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e19])
 def test_bad_gradients_raise_before_any_state_changes(name, bad):
     p = nn.Parameter(torch.ones(3))
-    optimizer = IVON([p], **{**SETTINGS, "curvature": name}, generator=torch.Generator().manual_seed(0))
+    optimizer = IVON([p], **{**QUIET, "curvature": name}, generator=torch.Generator().manual_seed(0))
     for value in (0.5, -1.0):
         with optimizer.sampled_params():
             p.grad = torch.full((3,), value)
@@ -209,7 +210,7 @@ def test_bad_gradients_raise_before_any_state_changes(name, bad):
 def test_state_dict_resumes_the_trajectory(name, tmp_path):
     def fresh():
         p = nn.Parameter(torch.ones(4, dtype=torch.float64))
-        return p, IVON([p], **{**SETTINGS, "curvature": name}, generator=torch.Generator().manual_seed(0))
+        return p, IVON([p], **{**QUIET, "curvature": name}, generator=torch.Generator().manual_seed(0))
 
     def go(p, optimizer, times):
         for t in times:
@@ -233,7 +234,7 @@ def test_state_dict_resumes_the_trajectory(name, tmp_path):
 def test_late_groups_frozen_and_unused_parameters_and_schedulers():
     p, late, frozen, idle = (nn.Parameter(torch.ones(2)) for _ in range(4))
     frozen.requires_grad_(False)
-    optimizer = IVON([p, frozen, idle], **SETTINGS)
+    optimizer = IVON([p, frozen, idle], **QUIET)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 0.5**t)
     for t in range(3):
         if t == 1:
@@ -266,3 +267,23 @@ def test_late_groups_frozen_and_unused_parameters_and_schedulers():
 def test_errors_name_value_and_remedy(change, message):
     with pytest.raises(ValueError, match=message):
         IVON([nn.Parameter(torch.ones(1))], **{**SETTINGS, **change})
+
+
+@pytest.mark.parametrize("name", ["noise-corrected", "average-then-project", "block-mean"])
+def test_a_correction_refuses_to_guess_the_noise(name):
+    p = nn.Parameter(torch.ones(2))
+    optimizer = IVON([p], curvature=name, **SETTINGS)
+    with optimizer.sampled_params():
+        p.grad = torch.ones(2)
+    with pytest.raises(ValueError, match="noise_std is not known"):
+        optimizer.step()
+    assert torch.equal(p.detach(), torch.ones(2))
+
+
+def test_a_step_inside_the_draw_raises():
+    p = nn.Parameter(torch.ones(2))
+    optimizer = IVON([p], **QUIET)
+    with optimizer.sampled_params():
+        p.grad = torch.ones(2)
+        with pytest.raises(RuntimeError, match="put the old mean back"):
+            optimizer.step()
