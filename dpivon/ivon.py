@@ -41,8 +41,8 @@ class IVON(torch.optim.Optimizer):
     scale
         factor of squared-gradient estimators; None is the paper's N_ess, b is consistent without clipping.
     noise_std
-        standard deviation of the privacy noise in `p.grad`. `mechanism` writes it; set it to 0 without privacy. Estimates
-        that subtract the noise refuse to guess.
+        standard deviation of the privacy noise in `p.grad`. `mechanism` writes it; set it to 0 without privacy.
+        Estimates that subtract the noise refuse to guess.
     rescale_lr
         see `lr`.
     generator
@@ -174,8 +174,8 @@ class IVON(torch.optim.Optimizer):
         FloatingPointError
             a gradient or the new curvature is not finite; nothing has changed.
         RuntimeError
-            no draw was made since the last step, so `p.grad` was not taken inside `sampled_params()`; or it has not been
-            left, and would put the old mean back.
+            no draw was made since the last step, so `p.grad` was not taken inside `sampled_params()`; or that has not
+            been left, and would put the old mean back.
         """
         if self.drawing:
             raise RuntimeError("leave `sampled_params()` before step(): it would put the old mean back")

@@ -1,11 +1,15 @@
 """The table of methods: a name, whether its gradients are private, its optimizer, and the settings it reads."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from dpivon import adaptive
+from torch import nn
+
+from dpivon import adaptive, langevin
+from dpivon import backprop as bayes
+from dpivon.dropout import Masks, add
 from dpivon.ivon import IVON
 
 
@@ -25,6 +29,12 @@ class Method:
         their values where the configuration is silent.
     lr
         the learning rate for each data set where the configuration is silent.
+    network
+        ``network(model, **settings)`` changes the network for the method.
+    network_settings
+        the fields of the configuration that it takes.
+    posterior
+        ``posterior(model, optimizer)`` has the `sampled_params()` that prediction draws from.
     """
 
     private: bool
@@ -32,6 +42,9 @@ class Method:
     settings: tuple[str, ...]
     defaults: dict[str, Any]
     lr: dict[str, float]
+    network: Callable[..., nn.Module] = lambda model: model
+    network_settings: tuple[str, ...] = ()
+    posterior: Callable[[nn.Module, Any], Any] = lambda model, optimizer: optimizer
 
 
 def sgd(private: bool) -> Method:
@@ -54,10 +67,44 @@ def ivon(curvature: str, private: bool = True) -> Method:
     return Method(private, partial(IVON, curvature=curvature), settings, defaults, {"digits": 2.0, "cifar10": 4.0})
 
 
+def sgld(private: bool) -> Method:
+    """A row for Langevin dynamics, which predicts by the iterates that it kept."""
+    defaults = {"temperature": 1.0, "weight_decay": 2e-4, "samples": 32}
+    return Method(
+        private, langevin.SGLD, (*defaults, "ess"), defaults, {"digits": 0.5, "cifar10": 1.0},
+        posterior=lambda model, optimizer: langevin.Kept(optimizer),
+    )  # fmt: skip
+
+
+def backprop(private: bool, joint: bool = False) -> Method:
+    """A row for Bayes by Backprop, by the weight's gradient or by that of mean and rho together."""
+    defaults = {"beta1": 0.9, "prior_scale": 1.0, "sigma_init": 0.05, "samples": 32}
+    settings, lr = ("beta1", "prior_scale", "ess"), {"digits": 2.0, "cifar10": 4.0}
+    if joint:
+        return Method(
+            private, bayes.JointBackprop, settings, defaults, lr,
+            network=bayes.Reparameterized, network_settings=("sigma_init",),
+        )  # fmt: skip
+    return Method(private, bayes.BayesByBackprop, (*settings, "sigma_init"), defaults, lr)
+
+
+def mc_dropout(private: bool) -> Method:
+    """A row for gradient descent with dropout that stays on in prediction."""
+    plain = sgd(private)
+    return replace(
+        plain, defaults={**plain.defaults, "dropout": 0.1, "samples": 32},
+        network=lambda model, dropout: add(model, dropout),
+        network_settings=("dropout",), posterior=lambda model, optimizer: Masks(model),
+    )  # fmt: skip
+
+
 METHODS = {
     "sgd": sgd(private=False),
     "adam": moments(adaptive.adam, private=False),
     "ivon": ivon("price", private=False),
+    "sgld": sgld(private=False),
+    "bbp": backprop(private=False),
+    "mc-dropout": mc_dropout(private=False),
     "dp-sgd": sgd(private=True),
     "dp-adam": moments(adaptive.adam),
     "dp-rmsprop": moments(adaptive.rmsprop),
@@ -68,6 +115,10 @@ METHODS = {
     "dp-ivon-average": ivon("average-then-project"),
     "dp-ivon-block": ivon("block-mean"),
     "dp-ivon-constant": ivon("constant"),
+    "dp-sgld": sgld(private=True),
+    "dp-bbp": backprop(private=True),
+    "dp-bbp-joint": backprop(private=True, joint=True),
+    "dp-mc-dropout": mc_dropout(private=True),
 }
 
 

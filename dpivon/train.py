@@ -1,6 +1,7 @@
 """One run: a configuration in, a recorded result out. One loop serves every method."""
 
 import hashlib
+import inspect
 import math
 import os
 import signal
@@ -22,6 +23,7 @@ from tqdm import tqdm
 from dpivon import (
     accounting,
     adaptive,
+    backprop,
     checkpoint,
     curvature,
     data,
@@ -37,6 +39,12 @@ from dpivon.methods import get
 
 # Raise it when a change alters the numbers of a run: what was recorded under the old number is then stale.
 RECIPE = 2
+
+# What some methods read and others do not.
+SETTINGS = (
+    "beta1", "beta2", "weight_decay", "damping", "hess_init", "ess", "scale", "temperature", "prior_scale",
+    "sigma_init", "dropout",
+)  # fmt: skip
 
 # What each data set uses where the configuration is silent. Chosen on public data; see chapter 2.
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -88,6 +96,14 @@ class Config:
         IVON's curvature h at the start.
     ess
         N_ess, IVON's effective sample size; N where it is not given.
+    temperature
+        tau of Langevin dynamics; 1 samples the posterior.
+    prior_scale
+        standard deviation of the Gaussian prior of Bayes by Backprop.
+    sigma_init
+        standard deviation of its weights at the start.
+    dropout
+        rate of dropout.
     samples
         posterior draws to average in prediction, besides the prediction at the mean; 0 for none.
     holdout
@@ -115,6 +131,10 @@ class Config:
     hess_init: float | None = None
     ess: float | None = None
     scale: float | None = None
+    temperature: float | None = None
+    prior_scale: float | None = None
+    sigma_init: float | None = None
+    dropout: float | None = None
     samples: int | None = None
     holdout: int = 0
     seed: int | None = None
@@ -136,10 +156,10 @@ def resolve(config: Config) -> Config:
         raise ValueError(f"{config.method!r} is not private, so it takes no epsilon or noise_multiplier; try 'dp-sgd'")
     if config.epsilon is not None and config.noise_multiplier is not None:
         raise ValueError("give epsilon or noise_multiplier, not both: one follows from the other")
-    foreign = {"beta1", "beta2", "weight_decay", "damping", "hess_init", "ess", "scale"} - set(method.settings)
-    unread = sorted(name for name in foreign if getattr(config, name) is not None)
+    read = [name for name in (*method.settings, *method.network_settings) if name != "samples"]
+    unread = [name for name in SETTINGS if name not in read and getattr(config, name) is not None]
     if unread:
-        raise ValueError(f"{config.method!r} does not read {', '.join(unread)}; it reads {', '.join(method.settings)}")
+        raise ValueError(f"{config.method!r} does not read {', '.join(unread)}; it reads {', '.join(read)}")
     defaults = {"samples": 0, **DEFAULTS[config.data], "lr": method.lr[config.data], **method.defaults}
     filled = {name: value for name, value in defaults.items() if getattr(config, name) is None}
     if private and config.epsilon is None and config.noise_multiplier is None:
@@ -225,11 +245,14 @@ class Run:
         self.sources = {name: source(config.seed, name) for name in purposes}
         weights = self.sources["weights"].initial_seed()
         self.model = model or models.build(config.model, images.shape, images.classes, weights)
+        self.model = method.network(self.model, **{name: getattr(config, name) for name in method.network_settings})
         self.loss = loss
         settings = {name: getattr(config, name) for name in method.settings}
         if "ess" in settings and config.ess is None:
             settings["ess"] = float(images.n)
         given = {name: value for name, value in settings.items() if value is not None}
+        if "steps" in inspect.signature(method.optimizer).parameters:
+            given["steps"] = self.steps
         self.optimizer = method.optimizer(self.model.parameters(), lr=config.lr, **given)
         self.optimizer.generator = self.sources["posterior"]  # where a method draws, it draws from here
         self.trace: list[dict[str, float]] = []
@@ -260,6 +283,10 @@ class Run:
                 group["noise_std"] = 0.0
             if settings.get("damping", 0) is None:
                 group["damping"] = max(adaptive.noise_floor(group["noise_std"], self.steps, group["beta2"]), 1e-8)
+
+    def posterior(self) -> Any:
+        """What prediction draws the weights from, by its `sampled_params()`."""
+        return get(self.config.method).posterior(self.model, self.optimizer)
 
     def batches(self) -> Iterator[Tensor]:
         """Poisson batches for the steps that are left."""
@@ -414,6 +441,8 @@ def run(
     privacy = now.statement()
     if export_path is not None:
         assert config.model is not None
+        if isinstance(now.model, backprop.Reparameterized):
+            raise ValueError(f"a posterior of {config.method!r} cannot be exported; one of 'dp-bbp' can")
         posterior.save(
             export_path, now.model, now.optimizer, architecture=config.model, shape=images.shape,
             classes=images.classes, privacy=None if privacy is None else privacy.record(),
@@ -526,6 +555,6 @@ def evaluate(now: Run) -> dict[str, dict[str, float]]:
     assert samples is not None
     results = {"mean": metrics.evaluate(predict.log_probs(now.model, images.x_test), images.y_test)}
     if samples:
-        averaged = predict.log_probs(now.model, images.x_test, now.optimizer, samples)
+        averaged = predict.log_probs(now.model, images.x_test, now.posterior(), samples)
         results["samples"] = metrics.evaluate(averaged, images.y_test)
     return results

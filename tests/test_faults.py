@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from optimizers import build
 
 from dpivon import accounting, checkpoint, data, gradients, ledger, mechanism, methods, models, posterior, train
 
@@ -194,9 +195,7 @@ def nn_conv():
 def test_exploding_or_missing_gradients_raise_before_the_weights_change(name):
     for bad in (float("nan"), float("inf")):
         p = torch.nn.Parameter(torch.ones(4))
-        method = methods.get(name)
-        options = {"ess": 10.0} if "ess" in method.settings else {}
-        optimizer = method.optimizer([p], lr=0.1, **options)
+        optimizer = build(name, [p])
         model = torch.nn.Linear(2, 2, bias=False)
         model.weight = torch.nn.Parameter(p.detach().view(2, 2))
         with pytest.raises(FloatingPointError), optimizer.sampled_params():

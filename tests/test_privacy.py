@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from optimizers import build
 
 import dpivon
 from dpivon import adaptive, gradients, mechanism, methods, models
@@ -260,11 +261,7 @@ def check_steps_by_private_gradient(optimizer_of):
 
 @pytest.mark.parametrize("name", list(methods.METHODS))
 def test_every_method_steps_by_the_private_gradient_alone(name):
-    method = methods.get(name)
-    settings = {"ess": 10.0, "noise_std": 0.1} if "ess" in method.settings else {}
-    if "damping" in method.settings:
-        settings["noise_std"] = 0.1
-    check_steps_by_private_gradient(lambda p, lr: method.optimizer(p, lr=lr, **settings))
+    check_steps_by_private_gradient(lambda p, lr: build(name, p, lr))
 
 
 def test_an_optimizer_that_reads_raw_gradients_is_caught():
@@ -302,6 +299,6 @@ def test_the_wall_only_the_mechanism_sees_per_example_gradients():
     assert [module for module, found in graph.items() if "gradients" in found] == ["mechanism"]
 
 
-@pytest.mark.parametrize("module", ["adaptive", "curvature", "ivon", "methods"])
+@pytest.mark.parametrize("module", ["adaptive", "curvature", "ivon", "langevin", "backprop", "dropout", "methods"])
 def test_the_wall_optimizers_cannot_see_data(module):
     assert not reachable(imports(), module) & {"gradients", "mechanism", "data", "train"}

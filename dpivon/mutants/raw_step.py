@@ -43,7 +43,8 @@ def change(now: train.Run) -> None:
 
     assert config.lr is not None
     now.gradient = gradient
-    now.optimizer = RawStep(raw, now.model.parameters(), lr=config.lr, ess=now.images.n, curvature="gradsq")
+    settings = {"lr": config.lr, "ess": now.images.n, "noise_std": mechanism.noise_std(now.dp)}
+    now.optimizer = RawStep(raw, now.model.parameters(), curvature="gradsq", **settings)
     now.schedule = torch.optim.lr_scheduler.LambdaLR(now.optimizer, now.lr_factor)
 
 

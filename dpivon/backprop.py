@@ -1,0 +1,239 @@
+"""Bayes by Backprop: a mean-field Gaussian over the weights, learned by the reparameterization trick.
+
+The draw is held in weight space, theta = m + sigma epsilon with one epsilon for the whole batch. So the gradient of an
+example with respect to (m, rho) is a public map of its gradient with respect to theta, and there are two ways to make
+the method private: clip and noise the weight's gradient, and map afterwards (`BayesByBackprop`); or clip and noise the
+gradient of (m, rho) together, with twice the dimension, as in the literature (`Reparameterized`, `JointBackprop`).
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+Prior = Callable[[Tensor], Tensor]
+
+
+def gaussian_prior(scale: float) -> Prior:
+    """The gradient of -log p at theta for independent normal weights with standard deviation `scale`."""
+    return lambda theta: theta / scale**2
+
+
+def mixture_prior(wide: float, narrow: float, share: float = 0.5) -> Prior:
+    """The same for a mixture of two normals, of which `share` is wide (Blundell et al., 2015)."""
+
+    def score(theta: Tensor) -> Tensor:
+        logits = torch.stack(
+            [math.log(p / s) - theta.square() / (2 * s**2) for p, s in ((share, wide), (1 - share, narrow))]
+        )
+        wide_part, narrow_part = logits.softmax(0)
+        return theta * (wide_part / wide**2 + narrow_part / narrow**2)
+
+    return score
+
+
+def inverse_softplus(sigma: float) -> float:
+    """The rho with log(1 + exp(rho)) = sigma."""
+    return sigma + math.log(-math.expm1(-sigma))
+
+
+class BayesByBackprop(torch.optim.Optimizer):
+    """Bayes by Backprop (Blundell et al., 2015) from the gradient at a draw of the weights.
+
+    .. math::
+        \\theta = m + \\sigma \\epsilon, \\qquad \\sigma = \\log(1 + e^\\rho), \\qquad
+        \\tilde g = g - \\tfrac{1}{N_{\\rm ess}} \\nabla \\log p(\\theta) \\\\
+        m \\leftarrow m - \\alpha \\tilde g, \\qquad
+        \\rho \\leftarrow \\rho - \\alpha \\left(\\tilde g\\, \\epsilon - \\tfrac{1}{N_{\\rm ess}\\, \\sigma}\\right)
+            \\frac{d\\sigma}{d\\rho}
+
+    with normalized momentum on both. Prior and entropy touch no data, so they come after the privacy noise.
+
+    Parameters
+    ----------
+    params
+        parameters or groups, as for any torch optimizer; they hold m.
+    lr
+        alpha > 0, for the mean loss.
+    ess
+        N_ess > 0, usually the number of training examples.
+    sigma_init
+        sigma at the start, > 0.
+    prior_scale
+        standard deviation of a Gaussian prior, > 0.
+    prior
+        another prior, as `mixture_prior` makes them.
+    beta1
+        decay of the momentum, in [0, 1).
+    generator
+        source of the draws; None is torch's global one.
+
+    Raises
+    ------
+    ValueError
+        a hyperparameter is out of range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        ess: float,
+        sigma_init: float = 0.05,
+        prior_scale: float = 1.0,
+        prior: Prior | None = None,
+        beta1: float = 0.9,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        for name, value in {"lr": lr, "ess": ess, "sigma_init": sigma_init, "prior_scale": prior_scale}.items():
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name} must be finite and > 0, got {value}")
+        if not 0 <= beta1 < 1:
+            raise ValueError(f"beta1 must be in [0, 1), got {beta1}")
+        super().__init__(params, {"lr": lr, "ess": ess, "beta1": beta1, "sigma_init": sigma_init})
+        self.prior, self.generator = prior or gaussian_prior(prior_scale), generator
+        self.epsilon: dict[Tensor, Tensor] = {}
+
+    def trained(self) -> list[tuple[dict[str, Any], Tensor, dict[str, Any]]]:
+        """(group, parameter, state) of all that learn; the state of a new one begins at sigma_init."""
+        found = [(group, p, self.state[p]) for group in self.param_groups for p in group["params"] if p.requires_grad]
+        for group, p, state in found:
+            if not state:
+                state["step"] = 0
+                state["rho"] = torch.full_like(p, inverse_softplus(group["sigma_init"]))
+                state["momentum"], state["momentum_rho"] = torch.zeros_like(p), torch.zeros_like(p)
+        return found
+
+    @contextmanager
+    def sampled_params(self) -> Iterator[None]:
+        """Within, the parameters are a draw; after, the mean again."""
+        means = {}
+        with torch.no_grad():
+            for _, p, state in self.trained():
+                means[p] = p.clone()
+                self.epsilon[p] = torch.randn(p.shape, generator=self.generator, dtype=p.dtype, device=p.device)
+                p.addcmul_(F.softplus(state["rho"]), self.epsilon[p])
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for p, mean in means.items():
+                    p.copy_(mean)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Map the gradient at the draw to those of m and rho, and move both. Reads `p.grad` alone.
+
+        Raises
+        ------
+        RuntimeError
+            no draw was made since the last step.
+        """
+        moved = [entry for entry in self.trained() if entry[1].grad is not None]
+        if any(p not in self.epsilon for _, p, _ in moved):
+            raise RuntimeError("take the gradient inside `with optimizer.sampled_params():` before step()")
+        for group, p, state in moved:
+            sigma, epsilon = F.softplus(state["rho"]), self.epsilon[p]
+            assert p.grad is not None
+            g = p.grad + self.prior(p + sigma * epsilon) / group["ess"]
+            g_rho = (g * epsilon - 1 / (group["ess"] * sigma)) * state["rho"].sigmoid()
+            state["step"] += 1
+            beta1, lr = group["beta1"], group["lr"]
+            p.sub_(lr * state["momentum"].lerp_(g, 1 - beta1) / (1 - beta1 ** state["step"]))
+            state["rho"].sub_(lr * state["momentum_rho"].lerp_(g_rho, 1 - beta1) / (1 - beta1 ** state["step"]))
+        self.epsilon.clear()
+
+    def variance(self) -> dict[Tensor, Tensor]:
+        """sigma^2 of every parameter that learns."""
+        return {p: F.softplus(state["rho"]).square() for _, p, state in self.trained()}
+
+
+class Reparameterized(nn.Module):
+    """A network whose parameters are m and rho, at a draw that `JointBackprop` holds fixed for the batch.
+
+    Parameters
+    ----------
+    network
+        any module; its parameters become the start of m, and are frozen.
+    sigma_init
+        sigma at the start, > 0.
+    """
+
+    def __init__(self, network: nn.Module, sigma_init: float = 0.05) -> None:
+        super().__init__()
+        self.network = network.requires_grad_(False)
+        named = list(network.named_parameters())
+        self.names = [name for name, _ in named]
+        self.m = nn.ParameterList([p.detach().clone() for _, p in named])
+        self.rho = nn.ParameterList([torch.full_like(p, inverse_softplus(sigma_init)) for _, p in named])
+        self.epsilon = [torch.zeros_like(p) for _, p in named]
+        for rho, epsilon in zip(self.rho, self.epsilon, strict=True):
+            rho.epsilon = epsilon  # the optimizer draws into it
+
+    def forward(self, x: Any) -> Any:
+        """The network's output at theta = m + sigma epsilon; at the mean outside of a draw."""
+        parts = zip(self.names, self.m, self.rho, self.epsilon, strict=True)
+        theta = {name: m + F.softplus(rho) * epsilon for name, m, rho, epsilon in parts}
+        return functional_call(self.network, theta, (x,))
+
+
+class JointBackprop(torch.optim.Optimizer):
+    """Bayes by Backprop on the gradients of (m, rho) themselves, which were clipped and noised together.
+
+    Parameters
+    ----------
+    params
+        of a `Reparameterized` network.
+    lr, ess, prior_scale, beta1, generator
+        as in `BayesByBackprop`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        ess: float,
+        prior_scale: float = 1.0,
+        beta1: float = 0.9,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        for name, value in {"lr": lr, "ess": ess, "prior_scale": prior_scale}.items():
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name} must be finite and > 0, got {value}")
+        super().__init__(params, {"lr": lr, "ess": ess, "prior_scale": prior_scale, "beta1": beta1})
+        self.generator = generator
+
+    @contextmanager
+    def sampled_params(self) -> Iterator[None]:
+        """Within, the network computes at a draw; after, at the mean."""
+        draws = [p.epsilon for group in self.param_groups for p in group["params"] if hasattr(p, "epsilon")]
+        for epsilon in draws:
+            epsilon.normal_(generator=self.generator)
+        try:
+            yield
+        finally:
+            for epsilon in draws:
+                epsilon.zero_()
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Add the gradient of the KL divergence to the prior, which touches no data, and move m and rho."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if hasattr(p, "epsilon"):
+                    sigma = F.softplus(p)
+                    kl = (sigma / group["prior_scale"] ** 2 - 1 / sigma) * p.sigmoid()
+                else:
+                    kl = p / group["prior_scale"] ** 2
+                state = self.state[p]
+                state["step"] = state.get("step", 0) + 1
+                momentum = state.setdefault("momentum", torch.zeros_like(p))
+                momentum.lerp_(p.grad + kl / group["ess"], 1 - group["beta1"])
+                p.sub_(group["lr"] * momentum / (1 - group["beta1"] ** state["step"]))
