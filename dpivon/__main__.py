@@ -1,4 +1,4 @@
-"""The command line of dpivon: train, epsilon, audit, bench."""
+"""The command line of dpivon: train, epsilon, audit, compare, bench."""
 
 import sys
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Any
 
 import tyro
 
-from dpivon import accounting, audit, bench, data, ledger, train
+from dpivon import accounting, audit, bench, compare, data, ledger, train
 
 
 @dataclass(frozen=True)
@@ -179,6 +179,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "train": Train,
     "epsilon": Epsilon,
     "audit": Attack,
+    "compare": compare.Compare,
     "bench": bench.Bench,
 }
 

@@ -437,7 +437,9 @@ def run(
         steps_before = now.step
         finished = train(now, checkpoint_path, say)
         seconds = time.perf_counter() - begin
+        begin = time.perf_counter()
         results = evaluate(now)
+        cost = {"stored": stored(now), "predict_seconds": round(time.perf_counter() - begin, 3)}
     privacy = now.statement()
     if export_path is not None:
         assert config.model is not None
@@ -457,6 +459,7 @@ def run(
         "results": {**results, "trace": now.trace, "steps": now.step, "resumed_at": steps_before},
         "code": ledger.code_state(),
         "seconds": round(seconds, 2),
+        "cost": cost,
         **ledger.environment(),
     }
     if ledger_path is not None:
@@ -519,6 +522,13 @@ def train(now: Run, checkpoint_path: str | Path | None, say: Callable[[str], Non
             if stop:
                 break
     return now.step == now.steps
+
+
+def stored(now: Run) -> int:
+    """How many numbers prediction needs: the weights, with their variances or once for each kept iterate."""
+    size = sum(p.numel() for p in now.model.parameters() if p.requires_grad)
+    kept = [state["samples"].numel() for state in now.optimizer.state.values() if "samples" in state]
+    return sum(kept) or size * (2 if hasattr(now.optimizer, "variance") else 1)
 
 
 def curvature_trace(now: Run) -> list[dict[str, float]]:

@@ -109,3 +109,68 @@ def test_prediction_restores_the_training_flag_and_checks_samples():
     assert model.training
     with pytest.raises(ValueError, match="samples must be >= 0"):
         predict.log_probs(model, torch.zeros(1, 1, 4, 4), samples=2)
+
+
+def test_entropy_of_known_distributions():
+    log_probs = torch.tensor([[1.0, 0, 0], [0.5, 0.5, 0], [1 / 3, 1 / 3, 1 / 3]], dtype=torch.float64).log()
+    expected = torch.tensor([0.0, math.log(2), math.log(3)], dtype=torch.float64)
+    torch.testing.assert_close(metrics.entropy(log_probs), expected)
+
+
+def test_reliability_by_hand_with_ties_and_empty_bins():
+    """Four examples at .6 (two right), one at .95 (wrong): two of ten bins are filled, and an edge belongs below."""
+    confidence = torch.tensor([0.6, 0.6, 0.6, 0.6, 0.95], dtype=torch.float64)
+    log_probs = torch.stack([confidence, 1 - confidence], 1).log()
+    y = torch.tensor([0, 0, 1, 1, 1])
+    table = metrics.reliability(log_probs, y, bins=10)
+    torch.testing.assert_close(table, torch.tensor([[0.6, 0.5, 0.8], [0.95, 0.0, 0.2]], dtype=torch.float64))
+    weighted = float((table[:, 2] * (table[:, 0] - table[:, 1]).abs()).sum())
+    assert weighted == pytest.approx(metrics.ece(log_probs, y, bins=10), abs=1e-6)
+    assert metrics.adaptive_ece(log_probs, y, bins=1) == pytest.approx(abs(float(confidence.mean()) - 0.4))
+    equal = metrics.reliability(log_probs, y, bins=5, equal_mass=True)
+    torch.testing.assert_close(equal[:, 2], torch.full((5,), 0.2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_reliability_agrees_with_the_librarys_calibration_error(seed):
+    source = torch.Generator().manual_seed(seed)
+    log_probs = (3 * torch.randn(500, 7, generator=source)).log_softmax(1)
+    y = torch.randint(0, 7, (500,), generator=source)
+    for bins in (15, 20, 100):
+        table = metrics.reliability(log_probs, y, bins)
+        error = float((table[:, 2] * (table[:, 0] - table[:, 1]).abs()).sum())
+        assert error == pytest.approx(metrics.ece(log_probs, y, bins), abs=1e-5)
+
+
+def test_risk_and_coverage_by_hand():
+    log_probs = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.7, 0.3], [0.6, 0.4]], dtype=torch.float64).log()
+    y = torch.tensor([0, 1, 0, 1])
+    coverage, risk = metrics.risk_coverage(log_probs, y)
+    torch.testing.assert_close(coverage, torch.tensor([0.25, 0.5, 0.75, 1.0], dtype=torch.float64))
+    torch.testing.assert_close(risk, torch.tensor([0, 1 / 2, 1 / 3, 1 / 2], dtype=torch.float64))
+    _, backwards = metrics.risk_coverage(log_probs, y, doubt=torch.tensor([4.0, 3.0, 2.0, 1.0]))
+    torch.testing.assert_close(backwards, torch.tensor([1, 1 / 2, 2 / 3, 1 / 2], dtype=torch.float64))
+
+
+def test_auroc_counts_pairs_and_ties_half():
+    source = torch.Generator().manual_seed(0)
+    inside = torch.randint(0, 6, (40,), generator=source).double()
+    outside = torch.randint(2, 9, (30,), generator=source).double()
+    pairs = outside[:, None] - inside[None]
+    expected = float(((pairs > 0).double() + 0.5 * (pairs == 0).double()).mean())
+    assert metrics.auroc(inside, outside) == pytest.approx(expected, abs=1e-6)
+    assert metrics.auroc(1e6 + inside, 1e6 + outside) == pytest.approx(expected, abs=1e-6)
+    assert metrics.auroc(torch.zeros(3), torch.zeros(4)) == pytest.approx(0.5)
+    with pytest.raises(ValueError, match="got 0 and 4"):
+        metrics.auroc(torch.zeros(0), torch.zeros(4))
+
+
+def test_the_bootstrap_interval_covers_as_often_as_it_says():
+    """Accuracy of a coin that is right 80% of the time: the 95% interval misses 0.8 in about 5 of 100 test sets."""
+    source, missed = torch.Generator().manual_seed(0), 0
+    log_probs = torch.tensor([[0.7, 0.3]], dtype=torch.float64).log().expand(200, 2)
+    for seed in range(100):
+        y = (torch.rand(200, generator=source) > 0.8).long()
+        low, high = metrics.bootstrap(metrics.accuracy, log_probs, y, repeats=200, seed=seed)
+        missed += not low <= 0.8 <= high
+    assert 1 <= missed <= 13

@@ -240,7 +240,8 @@ def test_every_method_runs_by_name_and_records_what_it_promises(digits, name):
     ledger.validate(record)
     assert record["results"]["mean"]["accuracy"] > 0.1
     assert (record["privacy"] is not None) == private
-    assert ("samples" in record["results"]) == ("ivon" in name)
+    assert ("samples" in record["results"]) == ("samples" in methods.get(name).defaults)
+    assert record["cost"]["stored"] >= 4810
     for entry in record["results"]["trace"]:
         assert set(entry) == {"step", "zero_fraction", "h_mean", "h_median", "effective_step"}
         assert entry["h_mean"] > 0

@@ -1,0 +1,163 @@
+"""Many methods, budgets and seeds on one data set, as one table with standard errors and costs; resumable."""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dpivon import data, ledger, train
+from dpivon.methods import METHODS
+
+SHOWN = ("accuracy", "nll", "ece", "overconfidence")
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Train methods at equal budgets with several seeds, and print one table for each budget.
+
+    Settings are the methods' defaults, which are not equally tuned: the table shows what happens, not who is best. Runs
+    that the ledger holds already are not repeated, so a comparison goes on where it was stopped.
+
+    Parameters
+    ----------
+    data
+        'digits' or 'cifar10'.
+    model
+        a network; by default the data set's.
+    epsilon
+        budgets.
+    methods
+        names in the table of methods; all private ones where none is given.
+    seeds
+        how many: 0, 1, ...
+    epochs
+        passes over the data; by default the data set's.
+    ledger
+        the file that holds the runs.
+    figure
+        draw NLL and calibration against the budget into this file.
+    root
+        where the data lies.
+    """
+
+    data: str = "digits"
+    model: str | None = None
+    epsilon: tuple[float, ...] = (1.0, 3.0, 8.0)
+    methods: tuple[str, ...] = ()
+    seeds: int = 5
+    epochs: float | None = None
+    ledger: Path = Path("compare.jsonl")
+    figure: Path | None = None
+    root: Path | None = None
+
+    def __call__(self) -> None:
+        for path in (self.ledger, self.figure):
+            train.check_writable(path)
+        records = self.run(lambda line: print(line, flush=True))
+        for epsilon in self.epsilon:
+            print(f"\nepsilon {epsilon:g}, {self.seeds} seeds, mean ± standard error, over draws if there are any")
+            print("\n".join(table([r for r in records if r["config"]["epsilon"] == epsilon])))
+        if self.figure is not None:
+            draw(records, self.figure)
+            print(f"\ndrawn in {self.figure}")
+
+    def configs(self) -> list[train.Config]:
+        """Every run, resolved.
+
+        Raises
+        ------
+        ValueError
+            a name is unknown, a method is not private, or there is nothing to run.
+        """
+        names = self.methods or tuple(name for name, method in METHODS.items() if method.private)
+        if self.seeds < 1 or not self.epsilon:
+            raise ValueError(f"need at least one seed and one budget, got {self.seeds} and {self.epsilon}")
+        base = train.Config(data=self.data, model=self.model, epochs=self.epochs)  # type: ignore[arg-type]
+        return [
+            train.resolve(replace(base, method=name, epsilon=epsilon, seed=seed))
+            for seed in range(self.seeds)
+            for epsilon in self.epsilon
+            for name in names
+        ]
+
+    def run(self, report: Callable[[str], None]) -> list[dict[str, Any]]:
+        """The records of all runs, those that were missing appended to the ledger as they end."""
+        configs = self.configs()
+        images = data.load(self.data, self.root)
+        done = {r["key"]: r for r in ledger.read(self.ledger, strict=False) if r["status"] == "finished"}
+        found = []
+        for i, config in enumerate(configs, start=1):
+            key = ledger.key(asdict(config), train.RECIPE)
+            if key not in done:
+                done[key] = train.run(config, images=images, ledger_path=self.ledger)
+                report(f"{i} of {len(configs)}: {config.method}, epsilon {config.epsilon:g}, seed {config.seed}")
+                if done[key]["status"] != "finished":
+                    raise KeyboardInterrupt
+            found.append(done[key])
+        return found
+
+
+def values(records: Sequence[dict[str, Any]], name: str) -> list[float]:
+    """The metric `name` of each record, averaged over draws where the method draws."""
+    return [r["results"].get("samples", r["results"]["mean"])[name] for r in records]
+
+
+def mean_and_error(numbers: Sequence[float]) -> tuple[float, float]:
+    """Mean and standard error; the error of one number is not known, NaN."""
+    error = statistics.stdev(numbers) / math.sqrt(len(numbers)) if len(numbers) > 1 else math.nan
+    return statistics.fmean(numbers), error
+
+
+def by_method(records: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The records of each method, in order of appearance."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for r in records:
+        groups.setdefault(r["config"]["method"], []).append(r)
+    return groups
+
+
+def table(records: Sequence[dict[str, Any]]) -> list[str]:
+    """Lines of text: a row for each method, with its metrics and what it costs."""
+    heads = "".join(f"{head:>16s}" for head in (*SHOWN[:3], "conf. - acc.", "numbers kept", "train s", "predict s"))
+    lines = [f"{'method':20s}{heads}"]
+    for name, group in by_method(records).items():
+        cells = []
+        for metric in SHOWN:
+            mean, error = mean_and_error(values(group, metric))
+            cells.append(f"{mean:9.3f} ± {error:.3f}" if error == error else f"{mean:9.3f}        ")
+        cost = [statistics.median(r["cost"][part] for r in group) for part in ("stored", "predict_seconds")]
+        seconds = statistics.median(r["seconds"] for r in group)
+        lines.append(
+            f"{name:20s}"
+            + "".join(f"{c:>16s}" for c in (*cells, f"{cost[0]:,.0f}", f"{seconds:.1f}", f"{cost[1]:.2f}"))
+        )
+    return lines
+
+
+def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
+    """NLL and calibration error of each method against the budget, with standard errors."""
+    import matplotlib.pyplot as plt
+
+    from dpivon import plots
+
+    plots.use_style()
+    budgets = sorted({r["config"]["epsilon"] for r in records})
+    figure, axes = plt.subplots(1, 2, figsize=(9.6, 4.2))
+    colors = [plots.COLORS[c] for c in ("blue", "orange", "green", "pink", "sky", "amber", "ink", "grey")]
+    for k, (name, group) in enumerate(by_method(records).items()):
+        for ax, metric in zip(axes, ("nll", "ece"), strict=True):
+            points = [
+                (e, *mean_and_error(values([r for r in group if r["config"]["epsilon"] == e], metric))) for e in budgets
+            ]
+            x, y, error = zip(*points, strict=True)
+            style = ("-", "--", ":")[k // len(colors)]
+            bars = None if any(e != e for e in error) else error
+            ax.errorbar(x, y, bars, color=colors[k % len(colors)], ls=style, marker="osD^v"[k % 5], ms=4, label=name)
+    for ax, title in zip(axes, ("NLL", "ECE"), strict=True):
+        plots.epsilon_axis(ax, budgets)
+        ax.set_title(title)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
+    figure.savefig(path)
+    plt.close(figure)

@@ -1,0 +1,66 @@
+"""Comparisons: every run once, resumable, with the right means and errors."""
+
+import math
+import statistics
+
+import pytest
+
+from dpivon import compare, ledger, train
+
+
+@pytest.fixture
+def small(tmp_path):
+    return compare.Compare(
+        epsilon=(1.0, 8.0), methods=("dp-sgd", "dp-ivon-gradsq"), seeds=2, epochs=1.0, ledger=tmp_path / "runs.jsonl",
+        figure=tmp_path / "figure.png",
+    )  # fmt: skip
+
+
+def test_it_runs_everything_once_and_goes_on_where_it_was_stopped(small, monkeypatch, capsys):
+    real, calls = train.run, []
+
+    def run(config, **options):
+        calls.append((config.method, config.epsilon, config.seed))
+        if len(calls) == 4:
+            raise OSError("No space left on device")
+        return real(config, **options)
+
+    monkeypatch.setattr(train, "run", run)
+    with pytest.raises(OSError, match="No space"):
+        small()
+    assert len(ledger.read(small.ledger)) == 3
+    small()
+    assert len(calls) == 4 + 5
+    assert len(set(calls)) == 8
+    small()
+    assert len(calls) == 9
+    assert len({r["key"] for r in ledger.read(small.ledger)}) == 8
+    out = capsys.readouterr().out
+    assert out.count("dp-ivon-gradsq ") >= 4
+    assert "epsilon 8, 2 seeds" in out
+    assert small.figure.stat().st_size > 10_000
+
+
+def test_the_table_shows_mean_and_standard_error_of_the_averaged_prediction(small):
+    records = [r for r in small.run(lambda line: None) if r["config"]["epsilon"] == 8.0]
+    line = next(line for line in compare.table(records) if line.startswith("dp-ivon-gradsq"))
+    numbers = [r["results"]["samples"]["nll"] for r in records if r["config"]["method"] == "dp-ivon-gradsq"]
+    shown = line.split()
+    assert float(shown[4]) == pytest.approx(statistics.fmean(numbers), abs=5e-4)
+    assert float(shown[6]) == pytest.approx(statistics.stdev(numbers) / math.sqrt(2), abs=5e-4)
+    assert "9,620" in shown  # mean and variance of 4,810 weights
+    sgd = next(line for line in compare.table(records) if line.startswith("dp-sgd"))
+    assert "4,810" in sgd.split()
+
+
+def test_the_error_of_one_seed_is_not_known():
+    assert compare.mean_and_error([0.5])[0] == 0.5
+    assert math.isnan(compare.mean_and_error([0.5])[1])
+
+
+def test_what_cannot_be_compared_is_named(small, tmp_path):
+    with pytest.raises(ValueError, match="need at least one seed"):
+        compare.Compare(seeds=0).configs()
+    with pytest.raises(ValueError, match="'sgd' is not private"):
+        compare.Compare(methods=("sgd",)).configs()
+    assert len(compare.Compare(seeds=1, epsilon=(1.0,)).configs()) > 10
