@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from notebook import ROOT, definitions
 from torch import Tensor
 
-from dpivon import accounting, adaptive, curvature, data, gradients, ivon, mechanism, models
+from dpivon import accounting, adaptive, audit, curvature, data, gradients, ivon, mechanism, models
 
 # ---- Chapter 2: DP-SGD from scratch
 
@@ -619,3 +619,84 @@ def test_chapter_10_referral(ten):
     found = ten["referral_curve"](p, y, ten["entropy"](p), (0.0, 0.1, 0.2, 0.5))
     assert found == pytest.approx([3 / 10, 2 / 9, 1 / 8, 1 / 5])
     assert ten["standard_error"](0.2, 100) == pytest.approx(0.04)
+
+
+# ---- Attack your own model
+
+
+@pytest.fixture(scope="module")
+def twelve() -> dict[str, Any]:
+    return definitions("book/12_attack_your_own_model.ipynb")
+
+
+@pytest.fixture(scope="module")
+def attacked() -> tuple[Tensor, Tensor]:
+    coins = audit.coins(1000, 0)
+    return torch.randn(1000, generator=seeded()) + 1.3 * coins, coins
+
+
+def test_chapter_12_bounds_from_rates(twelve, attacked):
+    scores, coins = attacked
+    for errors, trials in ((0, 7), (3, 90), (90, 90)):
+        assert twelve["upper"](errors, trials, 0.03) == pytest.approx(audit.upper(errors, trials, 0.03))
+    for threshold in (-1.0, 0.65, 2.5):
+        found = twelve["error_rates"](scores, coins, threshold, 0.05)
+        assert found == pytest.approx(audit.error_rates(scores, coins, threshold, 0.05))
+        for name in ("rates_bound", "gaussian_bound"):
+            found = twelve[name](scores, coins, 1e-5, threshold)
+            expected = getattr(audit, name)(scores, coins, 1e-5, threshold=threshold)
+            assert found == pytest.approx(expected, abs=1e-6), (name, threshold)
+    assert twelve["gaussian_bound"](scores, coins, 1e-5, 0.65) > 1
+
+
+@pytest.mark.parametrize("mu", [0.0, 0.01, 0.5, 2.0, 6.0])
+def test_chapter_12_epsilon_of_mu(twelve, mu):
+    assert twelve["epsilon_of_mu"](mu, 1e-5) == pytest.approx(audit.epsilon_of_mu(mu, 1e-5), abs=1e-6)
+
+
+def test_chapter_12_one_run(twelve, attacked):
+    scores, coins = attacked
+    for delta in (0.0, 1e-5, 1e-2):
+        arguments = (delta, 1000, 200, 190, 0.05)
+        assert twelve["one_run_epsilon"](*arguments) == pytest.approx(audit.one_run_epsilon(*arguments), abs=1e-8)
+        found = twelve["one_run_bound"](scores, coins, delta, [20, 100, 332, 1000])
+        assert found == pytest.approx(audit.one_run_bound(scores, coins, delta), abs=1e-8)
+
+
+def test_chapter_12_canaries(twelve, digits):
+    """Same network, same loss, same gradients of the canaries' weights, planted as the module plants them."""
+    coins = audit.coins(6, 1)
+    images = audit.plant(data.digits(), coins)
+    x, y = images.x_train[-12:], images.y_train[-12:]
+    ours, theirs = twelve["WithCanaries"](mlp(), 6), audit.WithCanaries(mlp(), 6)
+    with torch.no_grad():
+        ours.canary += 0.1
+        theirs.canary += 0.1
+    found, expected = twelve["canary_loss"](ours(x), y), audit.canary_loss(theirs(x), y)
+    torch.testing.assert_close(found, expected)
+    parts = [torch.autograd.grad(loss, list(model.parameters())) for loss, model in ((found, ours), (expected, theirs))]
+    assert_equal(list(parts[0]), list(parts[1]))
+    assert int((parts[0][0] != 0).sum()) == int(coins.sum())
+
+
+def test_chapter_12_roc(twelve, attacked):
+    from sklearn.metrics import roc_auc_score, roc_curve
+
+    scores, coins = attacked
+    assert twelve["auc"](scores, coins) == pytest.approx(roc_auc_score(coins, scores))
+    alarms, hits, _ = roc_curve(coins, scores, drop_intermediate=False)
+    for rate in (0.0, 0.01, 0.3, 1.0):
+        assert twelve["hits_at"](rate, scores, coins) == pytest.approx(hits[alarms <= rate].max())
+
+
+def test_chapter_12_floats_betray_their_sum(twelve):
+    """The search near the inverse misses no way to an output: against all 2^24 uniform numbers."""
+    import numpy as np
+
+    rng, k = np.random.default_rng(0), np.arange(1, 2**24 + 1)
+    noise = twelve["laplace_noise"](k)
+    picks = rng.integers(1, 2**24 + 1, 2000)
+    y = np.float32(1) + np.where(rng.random(2000) < 0.5, 1, -1).astype(np.float32) * noise[picks - 1]
+    for secret in (0, 1):
+        reachable = np.concatenate([np.float32(secret) + noise, np.float32(secret) - noise])
+        np.testing.assert_array_equal(twelve["could_be"](y, secret), np.isin(y, reachable))
