@@ -20,7 +20,7 @@ from opacus.accountants.analysis import gdp
 from scipy import optimize, stats
 from torch import Tensor, nn
 
-from dpivon import adaptive, data, mechanism, models, predict, train
+from dpivon import adaptive, backprop, data, mechanism, models, predict, train
 
 STEEP = 1e3  # the norm of a canary's gradient before clipping: far above any clipping norm in use
 
@@ -124,7 +124,15 @@ def epsilon_of_mu(mu: float, delta: float) -> float:
 
 
 def noise_of(epsilon: float, delta: float) -> float:
-    """The noise multiplier with which one Gaussian step is exactly (epsilon, delta)-private."""
+    """The noise multiplier with which one Gaussian step is exactly (epsilon, delta)-private.
+
+    Raises
+    ------
+    ValueError
+        epsilon is not between 0 and 100.
+    """
+    if not 0 < epsilon < 100:
+        raise ValueError(f"epsilon must be in (0, 100) to attack one step of it, got {epsilon:g}")
     return float(optimize.brentq(lambda sigma: epsilon_of_mu(1 / sigma, delta) - epsilon, 0.02, 1e4))
 
 
@@ -211,6 +219,26 @@ class WithCanaries(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Logits, and the canaries' weights."""
         return self.model(x), self.canary
+
+
+class Logits(nn.Module):
+    """What `model` predicts, without the canaries' weights."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        return self.model(x)[0]
+
+
+def canary_weights(model: nn.Module) -> nn.Parameter:
+    """The canaries' weights in a run's network; their means, where the method put a distribution in their place."""
+    if isinstance(model, backprop.Reparameterized):
+        return model.m[model.names.index("canary")]
+    assert isinstance(model.canary, nn.Parameter)
+    return model.canary
 
 
 def canary_loss(output: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
@@ -409,8 +437,7 @@ def white_box(
     now = started(train.resolve(config), images, canaries, plant(images, included))
     if change is not None:
         change(now)
-    canary = now.model.canary
-    assert isinstance(canary, nn.Parameter)
+    canary = canary_weights(now.model)
     total = torch.zeros(canaries)
 
     def look(*_: Any) -> None:
@@ -455,9 +482,7 @@ def black_box(
     if change is not None:
         change(now)
     train.train(now, None, report or (lambda line: None))
-    network = now.model.model
-    assert isinstance(network, nn.Module)
-    log_probs = predict.log_probs(network, images.x_train[-canaries:])
+    log_probs = predict.log_probs(Logits(now.model), images.x_train[-canaries:])
     scores = {"loss": log_probs.gather(1, wrong.unsqueeze(1)).squeeze(1)}
     return concluded(now, scores, included, significance)
 

@@ -134,6 +134,9 @@ def test_stronger_leaks_certify_more():
 
 
 def test_bad_input_is_named():
+    for epsilon in (0.0, 150.0, float("inf")):
+        with pytest.raises(ValueError, match=rf"epsilon must be in \(0, 100\).*got {epsilon:g}"):
+            audit.noise_of(epsilon, DELTA)
     scores, included = gaussian_scores(1.0, 10, 0)
     with pytest.raises(ValueError, match="10 in and 0 out; plant more"):
         audit.rates_bound(scores, torch.ones(10, dtype=torch.bool), DELTA, threshold=0.5)
@@ -186,6 +189,13 @@ def test_the_attack_on_predictions_sees_a_model_that_is_hardly_private(digits):
     weak = audit.black_box(train.Config(noise_multiplier=1e-3, epochs=40, seed=0, max_grad_norm=20.0), digits)
     assert weak.epsilon > 0.5
     assert not audit.black_box(train.Config(epsilon=2.0, epochs=10, seed=0), digits).rejected
+
+
+def test_the_attack_on_predictions_reads_every_kind_of_network(digits):
+    for name in ("dp-bbp-joint", "dp-mc-dropout"):
+        found = audit.black_box(train.Config(method=name, epsilon=2.0, epochs=1, seed=0), digits, canaries=50)
+        assert len(found.scores["loss"]) == 50
+        assert len(found.scores["loss"].unique()) > 40
 
 
 def test_an_audit_needs_a_seed_and_a_claim(digits):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from notebook import ROOT, definitions
 from torch import Tensor
 
-from dpivon import accounting, adaptive, audit, curvature, data, gradients, ivon, mechanism, models
+from dpivon import accounting, adaptive, audit, backprop, curvature, data, gradients, ivon, mechanism, metrics, models
 
 # ---- Chapter 2: DP-SGD from scratch
 
@@ -700,3 +700,90 @@ def test_chapter_12_floats_betray_their_sum(twelve):
     for secret in (0, 1):
         reachable = np.concatenate([np.float32(secret) + noise, np.float32(secret) - noise])
         np.testing.assert_array_equal(twelve["could_be"](y, secret), np.isin(y, reachable))
+
+
+# ---- Bayes by gradient
+
+
+@pytest.fixture(scope="module")
+def five() -> dict[str, Any]:
+    return definitions("book/05_bayes_by_gradient.ipynb")
+
+
+class FlatNetwork(torch.nn.Module):
+    """The chapter's network, with all its weights in one parameter."""
+
+    def __init__(self, network: Any, theta: Tensor) -> None:
+        super().__init__()
+        self.network, self.theta = network, torch.nn.Parameter(theta.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.network(self.theta, x.flatten(1))
+
+
+def flat_start() -> Tensor:
+    return torch.cat([p.detach().flatten() for p in mlp().parameters()]).double()
+
+
+def test_chapter_5_each_gradient(five, digits):
+    x, y = digits
+    each, _ = gradients.per_example_gradients(mlp(), F.cross_entropy, x[:20], y[:20])
+    expected = torch.cat([g.flatten(1) for g in each], dim=1)
+    found = five["each_gradient"](flat_start().float(), x[:20].flatten(1), y[:20])
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("way", ["mapped", "joint"])
+def test_chapter_5_takes_the_module_s_steps(five, digits, way):
+    """The same batches, noise and draws: the same means and widths after twenty private steps."""
+    (x, y), steps, C, b, sigma_p = (digits[0].double(), digits[1]), 20, 0.7, 24, 0.8
+    settings = {"ess": 90.0, "prior_scale": 0.5, "beta1": 0.8}
+    inputs, draws, batches = (x.flatten(1), y), seeded(1), seeded(2)
+    if way == "mapped":
+        gradient = five["private_gradients"](five["each_gradient"], *inputs, sigma_p, C, b, batches, seeded(3))
+        ours = five["bayes_by_backprop"](
+            gradient, flat_start(), [0.5] * steps, sigma_init=0.1, generator=draws, **settings
+        )
+        model: torch.nn.Module = FlatNetwork(five["network"], flat_start())
+        optimizer: Any = backprop.BayesByBackprop(
+            model.parameters(), lr=0.5, sigma_init=0.1, generator=seeded(1), **settings
+        )
+    else:
+        noises = {"coins": batches, "noise": seeded(3), "draws": draws}
+        ours = five["joint_bbp"](
+            five["each_gradient"], *inputs, flat_start(), [0.5] * steps, sigma_init=0.1, sigma_p=sigma_p, C=C, b=b,
+            **noises, **settings,
+        )  # fmt: skip
+        model = backprop.Reparameterized(FlatNetwork(five["network"], flat_start()), sigma_init=0.1)
+        optimizer = backprop.JointBackprop(model.parameters(), lr=0.5, generator=seeded(1), **settings)
+    dp = mechanism.mechanism(
+        optimizer, noise_multiplier=sigma_p, max_grad_norm=C, batch_size=b, n=len(y), generator=seeded(3)
+    )
+    for B in mechanism.poisson_batches(len(y), b, steps, seeded(2)):
+        with optimizer.sampled_params():
+            mechanism.private_gradient(model, F.cross_entropy, x[B], y[B], dp)
+        optimizer.step()
+    m, rest = list(model.parameters())[-2:] if way == "joint" else (model.theta, None)
+    sigma = F.softplus(rest) if rest is not None else optimizer.variance()[m].sqrt()
+    torch.testing.assert_close(ours[0], m.detach(), atol=1e-7, rtol=1e-6)
+    torch.testing.assert_close(ours[1], sigma.detach(), atol=1e-7, rtol=1e-6)
+    assert (ours[0] - flat_start()).abs().max() > 0.1
+    assert (ours[1] - 0.1).abs().max() > 1e-3
+
+
+def test_chapter_5_clip_factors_and_batches(five):
+    norms = torch.tensor([0.0, 1e-9, 0.49, 0.5, 0.51, 7.0])
+    torch.testing.assert_close(five["clip_factors"](norms, 0.5), gradients.clip_factors(norms, 0.5), rtol=0, atol=0)
+    (expected,) = mechanism.poisson_batches(100, 7, 1, seeded())
+    assert torch.equal(five["poisson_batch"](100, 7, seeded()), expected)
+
+
+def test_chapter_5_scores_are_the_module_s(five):
+    log_probs = (3 * torch.randn(500, 10, generator=seeded())).log_softmax(1)
+    y = torch.randint(10, (500,), generator=seeded(6))
+    expected = metrics.evaluate(log_probs, y)
+    for bins in (15, 20, 100):
+        assert five["ece"](log_probs, y, bins) == pytest.approx(metrics.ece(log_probs, y, bins), abs=1e-5)
+    assert five["ece"](log_probs, y) == pytest.approx(expected["ece"], abs=1e-5)
+    assert five["nll"](log_probs, y) == pytest.approx(expected["nll"])
+    assert five["brier"](log_probs, y) == pytest.approx(expected["brier"])
