@@ -78,3 +78,32 @@ def test_bench_prints_ratios_for_every_engine(dpivon):
         "times a DP-SGD step", "times those of ivon-opt",
     ):  # fmt: skip
         assert part in out
+
+
+def test_audit_prints_claims_beside_what_it_certifies(dpivon, tmp_path):
+    arguments = ("audit", "--method", "dp-ivon-gradsq", "--epsilon", "4", "--epochs", "5", "--canaries", "1000")
+    status, out = dpivon(*arguments, "--figure", "scores.png")
+    assert status == 0
+    rows = {
+        line[:34].strip(): [float(v) for v in line[34:].split()]
+        for line in out.splitlines() if line.startswith(("one full", "whole", "final"))
+    }  # fmt: skip
+    assert set(rows) == {
+        "one full-batch step, gradient", "whole run, gradients", "whole run, weights", "whole run, h",
+        "final model, loss",
+    }  # fmt: skip
+    assert all(claimed == pytest.approx(4.0, abs=0.05) and bound < claimed for claimed, bound in rows.values())
+    assert rows["one full-batch step, gradient"][1] > 0.9 * 4
+    assert "no claim is refuted (which does not prove them)" in out
+    assert (tmp_path / "scores.png").stat().st_size > 10_000
+    assert dpivon("audit", "--confidence", "0.3")[1].startswith("dpivon: confidence must be between 0.5 and 1")
+    assert "no claim to attack" in dpivon("audit", "--noise-multiplier", "0")[1]
+
+
+def test_audit_ends_with_status_1_where_a_claim_is_refuted(dpivon, monkeypatch):
+    from dpivon import audit, mutants
+
+    real = audit.full_batch
+    monkeypatch.setattr(audit, "full_batch", lambda **o: real(mutants.load("half_the_noise").gradient, **o))
+    status, _ = dpivon("audit", "--epsilon", "4", "--epochs", "1", "--canaries", "200")
+    assert status == 1
