@@ -52,6 +52,17 @@ def check_examples_independent(model: nn.Module) -> None:
             )
 
 
+def check_precision(parameters: dict[str, nn.Parameter]) -> None:
+    """Raise ValueError, naming the parameter, unless all are float32 or float64."""
+    for name, p in parameters.items():
+        if p.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"{name!r} is {p.dtype}. Parameters in half precision round the sum of many gradients by more than "
+                "one example's share, so its sensitivity exceeds max_grad_norm; noise on complex ones is smaller in "
+                "each part than what is accounted; keep the parameters in float32"
+            )
+
+
 def take(x: Any, index: Any) -> Any:
     """The examples `index` of a batch that is a tensor, or a dict, list or tuple of tensors."""
     return tree_map(lambda t: t[index], x)
@@ -101,39 +112,65 @@ class Outer(NamedTuple):
 
     def norms(self) -> Tensor:
         """The (n,) Euclidean norms: that of an outer product is the product of the norms."""
-        return torch.linalg.vector_norm(self.delta, dim=1) * torch.linalg.vector_norm(self.a, dim=1)
+        return lengths(self.delta) * lengths(self.a)
 
     def weighted_sum(self, factors: Tensor) -> Tensor:
         """The sum of factor_i g_i, in one matrix product."""
         return (factors.unsqueeze(1) * self.delta).T @ self.a
 
 
+def lengths(v: Tensor) -> Tensor:
+    """The (n,) Euclidean norms of n vectors, tiny ones too, whose squares float32 loses: they may meet huge ones."""
+    norms = torch.linalg.vector_norm(v, dim=1)
+    tiny = torch.linalg.vector_norm(v, dim=1, dtype=torch.float64).to(v.dtype)
+    return torch.where(norms > 1e-15, norms, tiny)
+
+
 class LinearCalls(TorchFunctionMode):
     """Sees every use of some weights. One that only ever multiplies one vector of an example has an `Outer` gradient.
 
-    Such a layer's input is kept in `inputs`, and a zero is added to its output, whose gradient is delta. The names of
-    weights that are used in any other way, or twice, go to `others`: for them the shortcut would be wrong.
+    Such a layer's input is kept in `inputs`, and a zero is added to its output, whose gradient is delta; the weight
+    itself is detached there. The names of weights that are used in any other way, or twice, go to `others`: for them
+    the shortcut would be wrong. A use that torch does not show here leaves a gradient of the weight itself.
+
+    `originals` are the model's own parameters, in whose place others stand here: who reached one past its module, as a
+    penalty in the loss does, would get no gradient.
     """
 
-    def __init__(self, weights: dict[str, Tensor], zeros: dict[str, Tensor]) -> None:
+    def __init__(
+        self, weights: dict[str, Tensor], zeros: dict[str, Tensor], originals: dict[str, nn.Parameter]
+    ) -> None:
         super().__init__()
         self.names = {id(weight): name for name, weight in weights.items()}
+        self.originals = {id(p): name for name, p in originals.items()}
         self.zeros = zeros
         self.inputs: dict[str, Tensor] = {}
         self.others: set[str] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call `func`; note what it does with the weights."""
+        """Call `func`; note what it does with the weights. ValueError where it computes with an original."""
         kwargs = kwargs or {}
+        ids = [id(leaf) for leaf in tree_leaves((args, kwargs))]
+        used = [self.names[i] for i in ids if i in self.names]
+        if func is F.linear and len(args) > 1 and used == [self.names.get(id(args[1]))]:
+            x, weight, *bias = args
+            if x.dim() == 2 and len(x) == 1 and used[0] not in self.inputs:
+                zero = self.zeros[used[0]]
+                self.inputs[used[0]] = x[0].to(zero.dtype, copy=True)  # the model may go on to change it in place
+                return func(x, weight.detach(), *bias, **kwargs) + zero
+        self.others.update(used)
         output = func(*args, **kwargs)
-        for name in [self.names[id(leaf)] for leaf in tree_leaves((args, kwargs)) if id(leaf) in self.names]:
-            multiplies = func is F.linear and len(args) > 1 and self.names.get(id(args[1])) == name
-            if multiplies and args[0].dim() == 2 and len(args[0]) == 1 and name not in self.inputs:
-                self.inputs[name] = args[0][0].clone()  # the model may go on to change it in place
-                output = output + self.zeros[name]
-            else:
-                self.others.add(name)
+        past = [self.originals[i] for i in ids if i in self.originals]
+        if past and func not in CONSTANT and any(isinstance(leaf, Tensor) for leaf in tree_leaves(output)):
+            raise ValueError(
+                f"{past[0]!r} is reached past its module, from a list or from the loss, so part of its gradient would "
+                "be missing; let forward() use or return it; weight decay belongs to the optimizer, after the noise"
+            )
         return output
+
+
+# What takes a parameter's value without its gradient.
+CONSTANT: set[Any] = {Tensor.detach, vars(torch._C.TensorBase)["data"].__get__}
 
 
 def chunk_gradients(
@@ -148,7 +185,8 @@ def chunk_gradients(
     gradients, losses, others
         `others` names the weights of `outer` that do not fit it, see `LinearCalls`; if there is one, ask again without.
     """
-    parameters = {name: p.detach() for name, p in trainable(model).items()}
+    originals = trainable(model)
+    parameters = {name: p.detach() for name, p in originals.items()}
     if theta is not None:
         parameters = dict(zip(parameters, theta, strict=True))
     constants = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
@@ -157,16 +195,19 @@ def chunk_gradients(
     zeros = {name: weight.new_zeros(len(weight)) for name, weight in weights.items()}
     others: set[str] = set()
 
-    def one(wanted: tuple[dict[str, Tensor], dict[str, Tensor]], x: Any, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        parameters, zeros = wanted
-        with LinearCalls(weights, zeros) as calls:
+    def one(wanted: tuple[dict[str, Tensor], ...], x: Any, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        parameters, weights, zeros = wanted
+        with LinearCalls(weights, zeros, originals) as calls:
             everything = {**parameters, **weights, **constants}
             output = functional_call(model, everything, (tree_map(lambda t: t.unsqueeze(0), x),))
+            value = loss(output, y.unsqueeze(0))
         others.update(calls.others)
-        return loss(output, y.unsqueeze(0)), calls.inputs
+        return value, calls.inputs
 
     each = vmap(grad_and_value(one, has_aux=True), in_dims=(None, 0, 0), randomness="different")
-    (full, deltas), (losses, inputs) = each((parameters, zeros), x, y)
+    (full, rest, deltas), (losses, inputs) = each((parameters, weights, zeros), x, y)
+    # What does not depend on the example is one tensor seen n times, and mostly zero: look at it once.
+    others |= {name for name, g in rest.items() if (g if g.stride(0) else g[:1]).any()}
     gradients = {**full, **{name: Outer(deltas[name], a) for name, a in inputs.items()}}
     return gradients, losses.detach(), others
 
@@ -253,21 +294,17 @@ def clipped_sum(
     Raises
     ------
     ValueError
-        C is not positive, the model has no trainable parameter, or x and y disagree in length.
+        C is not positive, the model has no trainable parameter or one that is not real, or x and y disagree in length.
     """
     if not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm must be > 0, got {max_grad_norm}; 1.0 is a common start")
     parameters = trainable(model)
     if not parameters:
         raise ValueError("the model has no trainable parameter; set requires_grad on those that should learn")
-    if any(p.dtype in (torch.float16, torch.bfloat16) for p in parameters.values()):
-        raise ValueError(
-            "parameters in half precision round the sum of many gradients by more than one example's share, so its "
-            "sensitivity exceeds max_grad_norm; keep the parameters in float32"
-        )
-    lengths = {len(leaf) for leaf in tree_leaves(x)} | {len(y)}
-    if len(lengths) != 1:
-        raise ValueError(f"x and y must hold the same number of examples, got {sorted(lengths)}")
+    check_precision(parameters)
+    sizes = {len(leaf) for leaf in tree_leaves(x)} | {len(y)}
+    if len(sizes) != 1:
+        raise ValueError(f"x and y must hold the same number of examples, got {sorted(sizes)}")
 
     sums = {name: torch.zeros_like(p) for name, p in parameters.items()}
     outer = linear_weights(model) if thetas is None else set()  # an average of outer products is none
@@ -277,16 +314,22 @@ def clipped_sum(
         if thetas is not None:
             gradients, losses = averaged_gradients(model, loss, take(x, part), y[part], thetas)
         else:
-            gradients, losses, others = chunk_gradients(model, loss, take(x, part), y[part], outer)
+            try:
+                gradients, losses, others = chunk_gradients(model, loss, take(x, part), y[part], outer)
+            except RuntimeError:  # a model that differentiates or maps itself keeps the shortcut's inputs from leaving
+                if not outer:
+                    raise
+                others = outer
             if others:
-                outer -= others
+                outer = outer - others
                 continue
-        norms = torch.stack([norms_of(g) for g in gradients.values()]).norm(dim=0)
-        factors = clip_factors(norms, max_grad_norm)
-        if not norms.isfinite().all():  # 0 * inf is not 0
-            gradients = {name: tree_map(partial(zero_where, ~norms.isfinite()), g) for name, g in gradients.items()}
-        for name, g in gradients.items():
-            sums[name] += g.weighted_sum(factors) if isinstance(g, Outer) else torch.tensordot(factors, g, dims=1)
+        with torch.autocast(y.device.type, enabled=False):  # which would multiply, and so add up, in half precision
+            norms = torch.stack([norms_of(g) for g in gradients.values()]).norm(dim=0)
+            factors = clip_factors(norms, max_grad_norm)
+            if not norms.isfinite().all():  # 0 * inf is not 0
+                gradients = {name: tree_map(partial(zero_where, ~norms.isfinite()), g) for name, g in gradients.items()}
+            for name, g in gradients.items():
+                sums[name] += g.weighted_sum(factors) if isinstance(g, Outer) else torch.tensordot(factors, g, dims=1)
         total_loss += float(losses.sum())
         clipped += float((factors < 1).sum())
         start = part.stop

@@ -3,6 +3,7 @@
 Only what this file writes to `p.grad` is accounted for. Everything an optimizer computes from it is post-processing.
 """
 
+import copy
 import hashlib
 import secrets
 import warnings
@@ -27,7 +28,14 @@ from opacus.validators import ModuleValidator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from dpivon.gradients import Loss, check_examples_independent, clipped_sum, mean_gradient, trainable
+from dpivon.gradients import (
+    Loss,
+    check_examples_independent,
+    check_precision,
+    clipped_sum,
+    mean_gradient,
+    trainable,
+)
 
 
 class Diagnostics(NamedTuple):
@@ -258,7 +266,7 @@ def private_gradient(
     ------
     ValueError
         a layer mixes examples (BatchNorm), `dp` holds other parameters than the model's trainable ones, the
-        processes hold different weights, or the optimizer's curvature cannot use an average over draws.
+        processes hold different weights, or the optimizer cannot use an average over draws.
     FloatingPointError
         the private gradient is not finite. No optimizer has stepped; the step is accounted.
     """
@@ -296,7 +304,7 @@ def draws(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], samp
     Raises
     ------
     ValueError
-        samples < 1, or the curvature needs each gradient paired with its own draw.
+        samples < 1, or the curvature or the method needs each gradient paired with its own draw.
     """
     if samples < 1:
         raise ValueError(f"samples must be at least 1, got {samples}")
@@ -304,6 +312,12 @@ def draws(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], samp
         raise ValueError(
             "curvature 'price' multiplies each gradient by its own theta - m, but clipping sees only the average over "
             f"the {samples} draws, and the pairs are lost; take samples=1, or a curvature of squared gradients"
+        )
+    within = any(hasattr(p, "epsilon") for p in parameters)  # the network draws, and its parameters stay as they are
+    if within or (samples > 1 and hasattr(optimizer, "epsilon")):
+        raise ValueError(
+            f"{type(optimizer).__name__} maps each gradient by its own draw epsilon, and only one is kept; call "
+            "private_gradient without samples, inside of the optimizer's sampled_params()"
         )
     thetas = []
     for _ in range(samples):
@@ -390,11 +404,11 @@ def sampled_params(dp: DPOptimizer) -> Iterator[None]:
     with draw:
         if not later:
             dp.theta = [p.detach().clone() for p in dp.params]
-        dp.drawing = True
+        dp.drawing = dp.original_optimizer.drawing = True
         try:
             yield
         finally:
-            dp.drawing = False
+            dp.drawing = dp.original_optimizer.drawing = False
 
 
 @contextmanager
@@ -507,8 +521,13 @@ def make_private(
     if accountant is not None:
         dp.attach_step_hook(accountant.get_optimizer_hook_fn(sample_rate=batch_size / n))
     set_noise_std(dp)
-    guard(dp, hooks)
     example = dataset[0]
+    try:
+        check_hooks_see_all(dp, hooks, torch.as_tensor(example[0]))
+    except BaseException:
+        hooks.cleanup()
+        raise
+    guard(dp, hooks)
     loader: DataLoader = DataLoader(
         dataset,
         batch_sampler=LogicalBatches(n, batch_size / n, generator, dp, hooks),
@@ -519,8 +538,17 @@ def make_private(
         ),
         generator=generator,
     )
-    private_loss = DPLossFastGradientClipping(hooks, dp, loss) if ghost else loss
+    private_loss = DPLossFastGradientClipping(hooks, dp, loss) if ghost else mean_over_all(loss)
     return PrivateParts(hooks if wrap else model, dp, loader, private_loss, hooks)
+
+
+def mean_over_all(loss: nn.Module) -> Callable[..., Any]:
+    """The loss, averaged over all labels: torch leaves out the ignored ones, so one of them rescales the others."""
+    if not hasattr(loss, "ignore_index"):
+        return loss
+    each: Any = copy.copy(loss)
+    each.reduction = "none"
+    return lambda output, y: each(output, y).mean()
 
 
 def guard(dp: DPOptimizer, hooks: AbstractGradSampleHooks) -> None:
@@ -671,7 +699,46 @@ def check_door(model: nn.Module, optimizer: torch.optim.Optimizer, dataset: Data
             "the optimizer must hold exactly the model's trainable parameters; the others would keep raw gradients: "
             "freeze them with requires_grad_(False) before building the optimizer"
         )
+    check_precision(trainable(model))
     check_hooks_fit(model, dataset)
+
+
+def check_hooks_see_all(dp: DPOptimizer, hooks: AbstractGradSampleHooks, x: Tensor) -> None:
+    """Refuse a model of whose gradient the hooks miss a part: ghost clipping would release it without a bound.
+
+    Tries one random example like x, of which it sees the shape alone, at weights none of which is zero.
+
+    Raises
+    ------
+    ValueError
+        a parameter is used outside of its layer, positions are folded into the batch, Opacus is wrong about a layer (it
+        takes every padding for one with zeros), or ghost clipping meets one parameter twice.
+    """
+    modes = {layer: layer.training for layer in hooks._module.modules()}
+    try:
+        with torch.random.fork_rng(devices=[]), held(dp.params, [p + 0.1 * torch.randn_like(p) for p in dp.params]):
+            hooks._module.train()
+            x = torch.rand(1, *x.shape, dtype=x.dtype) if x.is_floating_point() else torch.zeros_like(x).unsqueeze(0)
+            output = hooks._module(x)
+            gradients = torch.autograd.grad((output * torch.randn_like(output)).sum(), dp.params)
+        norms = [float(g.norm()) for g in gradients]
+        kind = "_norm_sample" if isinstance(dp, DPOptimizerFastGradientClipping) else "grad_sample"
+        samples = [getattr(p, kind, None) for p in dp.params]
+        seen = [0.0 if sample is None else float(sample.norm()) for sample in samples]
+    except NotImplementedError as error:  # Opacus' own words
+        raise ValueError(f"{error}; use mode='hooks', or dpivon's private_gradient, which has no hooks") from error
+    finally:
+        discard(dp, hooks)
+        for layer, training in modes.items():
+            layer.training = training
+    for name, found, norm in zip(trainable(hooks._module), seen, norms, strict=True):
+        if not abs(found - norm) <= 1e-2 * max(norms):
+            raise ValueError(
+                f"hooks see {found:.3g} of the gradient of {name!r}, whose norm is {norm:.3g} on a random example, so "
+                "clipping would go by a wrong norm: the parameter is used outside of its own layer, positions are "
+                "folded into the batch, or Opacus does not heed the layer's padding; use dpivon's private_gradient, "
+                "which has no hooks"
+            )
 
 
 def check_hooks_fit(model: nn.Module, dataset: Dataset) -> None:

@@ -88,7 +88,7 @@ def save(
     model
         whose parameters hold the mean. Save outside of `sampled_params()`, or a draw is saved as the mean.
     optimizer
-        an `ivon.IVON`, whose variances are saved; of any other only the mean is.
+        an `ivon.IVON`, or what `mechanism` made of it, whose variances are saved; of any other only the mean is.
     architecture
         a name in `models.MODELS`, or a name for a network of one's own.
     shape, classes
@@ -105,7 +105,9 @@ def save(
     OSError
         the file cannot be written.
     """
-    if getattr(optimizer, "drawing", False):
+    drawing = getattr(optimizer, "drawing", False)
+    optimizer = getattr(optimizer, "original_optimizer", optimizer)  # what Opacus wraps knows the variance
+    if drawing or getattr(optimizer, "drawing", False):
         raise RuntimeError("the parameters are a draw, not the mean; save after `sampled_params()`")
     names = {id(p): name for name, p in model.named_parameters()}
     variances = optimizer.variance() if hasattr(optimizer, "variance") else {}
@@ -143,22 +145,31 @@ def load(path: str | Path, model: nn.Module | None = None) -> Posterior:
         raise ValueError(f"{path} is not a whole posterior file ({error}); export it anew") from error
     if FORMAT not in metadata:
         raise ValueError(f"{path} is a safetensors file, but not a posterior of dpivon; posterior.save writes one")
-    about = json.loads(metadata[FORMAT])
-    shape, classes = tuple(about["shape"]), about["classes"]
+    try:
+        about = json.loads(metadata[FORMAT])
+        architecture, shape, classes, privacy = (about[k] for k in ("architecture", "shape", "classes", "privacy"))
+        whole = isinstance(architecture, str) and all(type(size) is int for size in (*shape, classes))
+    except (ValueError, TypeError, KeyError):
+        whole = False
+    if not whole:
+        raise ValueError(f"{path} does not say what network it holds; export it anew")
     if model is None:
-        if about["architecture"] not in models.MODELS:
+        if architecture not in models.MODELS:
             raise ValueError(
-                f"{about['architecture']!r} is not one of {', '.join(models.MODELS)}; pass the network: "
+                f"{architecture!r} is not one of {', '.join(models.MODELS)}; pass the network: "
                 "posterior.load(path, model)"
             )
-        model = models.build(about["architecture"], shape, classes)
+        model = models.build(architecture, shape, classes)
     mean = {name.removeprefix("mean."): value for name, value in tensors.items() if name.startswith("mean.")}
     variance = {name.removeprefix("variance."): v for name, v in tensors.items() if name.startswith("variance.")}
+    bad = [name for name, value in tensors.items() if not value.isfinite().all()]
+    if bad:
+        raise ValueError(f"{path} holds values of {bad[0]!r} that are not finite; export it anew")
     try:
         model.load_state_dict(mean)
     except RuntimeError as error:
-        raise ValueError(f"{path} does not fit this {about['architecture']}: {error}") from error
+        raise ValueError(f"{path} does not fit this {architecture}: {error}") from error
     wrong = [name for name, value in variance.items() if name not in mean or value.shape != mean[name].shape]
     if wrong or any(not (value >= 0).all() for value in variance.values()):
         raise ValueError(f"{path} holds variances that are negative or belong to no weight; export it anew")
-    return Posterior(model.eval(), variance, about["architecture"], shape, classes, about["privacy"])
+    return Posterior(model.eval(), variance, architecture, tuple(shape), classes, privacy)

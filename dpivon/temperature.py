@@ -24,9 +24,12 @@ def scaled(log_probs: Tensor, temperature: float) -> Tensor:
 
 
 def losses(log_probs: Tensor, y: Tensor) -> Tensor:
-    """For each candidate, the sum over examples of the loss, cut off at `WORST`: sensitivity `WORST`, add or remove."""
+    """For each candidate, the sum over examples of the loss, cut off at `WORST`: sensitivity `WORST`, add or remove.
+
+    A loss that is not a number counts as the worst, or one example would prevent any choice.
+    """
     each = [F.nll_loss(scaled(log_probs.double(), t), y, reduction="none") for t in CANDIDATES]
-    return torch.stack(each).clamp(max=WORST).sum(1)
+    return torch.stack(each).nan_to_num(WORST).clamp(0, WORST).sum(1)
 
 
 def best(log_probs: Tensor, y: Tensor) -> float:

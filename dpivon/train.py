@@ -427,6 +427,8 @@ def run(
     with torch.random.fork_rng(devices=[]):  # dropout draws from the global state; leave the caller's as it was
         now = Run(config, images)
         now.statement()  # raises, before any training, where delta promises nothing
+        if export_path is not None and isinstance(now.model, backprop.Reparameterized):
+            raise ValueError(f"a posterior of {config.method!r} cannot be exported; one of 'dp-bbp' can")
         if config.method == "dp-ivon-gradsq":
             warn_of_low_start(now, say)
         torch.manual_seed(now.sources["layers"].initial_seed())
@@ -443,8 +445,6 @@ def run(
     privacy = now.statement()
     if export_path is not None:
         assert config.model is not None
-        if isinstance(now.model, backprop.Reparameterized):
-            raise ValueError(f"a posterior of {config.method!r} cannot be exported; one of 'dp-bbp' can")
         posterior.save(
             export_path, now.model, now.optimizer, architecture=config.model, shape=images.shape,
             classes=images.classes, privacy=None if privacy is None else privacy.record(),

@@ -67,13 +67,29 @@ class Product(torch.autograd.Function):
         return g @ weight, g.T @ x
 
 
+def unseen(layer, x):
+    """Compiled code uses a weight where torch shows it to nobody; so does this."""
+    with torch._C.DisableTorchFunction():
+        product = x @ layer.weight.T
+    return layer(x) + product
+
+
 USES = {
+    "unseen": unseen,
     "transposed": lambda layer, x: layer(x) @ layer.weight.T,
     "sequence": lambda layer, x: layer(x.unsqueeze(1).expand(-1, 3, -1).cumsum(1)).mean(1),
     "function": lambda layer, x: layer(x) + Product.apply(x, layer.weight),
     "keyword": lambda layer, x: F.linear(x, weight=layer.weight),
     "penalty": lambda layer, x: layer(x) * layer.weight.square().sum(),
     "input": lambda layer, x: F.linear(layer.weight[:1] * x, layer.weight),
+}
+
+
+# Models that differentiate, or map over, a part of themselves.
+TRANSFORMS = {
+    "own gradient": lambda layer, x: torch.func.grad(lambda z: layer(z).tanh().sum())(x),
+    "own map": lambda layer, x: torch.vmap(layer)(torch.stack([x, 2 * x])).sum(0),
+    "own direction": lambda layer, x: torch.func.jvp(lambda z: layer(z).tanh(), (x,), (torch.ones_like(x),))[1],
 }
 
 
@@ -90,7 +106,7 @@ def cases():
     bias = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3, bias=False))
     bias[0].bias.requires_grad_(False)
     yield "frozen bias", bias, torch.randn(7, 4), y
-    for name, use in USES.items():
+    for name, use in (USES | TRANSFORMS).items():
         yield name, Tied(use), torch.randn(7, 4), y
 
 
@@ -133,6 +149,65 @@ def test_linear_layers_take_the_short_way_where_it_is_right():
         assert names == {"code.weight", "out.weight"}
         assert isinstance(found["out.weight"], gradients.Outer)
         assert others == ({"code.weight"} if use in USES.values() else set())
+
+
+class Watched(nn.Linear):
+    """Its output is what it computes and its weight."""
+
+    def forward(self, x):
+        return super().forward(x), self.weight
+
+
+def test_a_loss_that_uses_a_weight_is_differentiated_by_it():
+    model, x, y = Watched(4, 3), torch.randn(5, 4), torch.randint(0, 3, (5,))
+
+    def loss(output, y):
+        return F.cross_entropy(output[0], y) + output[1].square().sum()
+
+    got = flat(gradients.clipped_sum(model, loss, x, y, 1e6).sums)
+    gradient, _ = gradients.mean_gradient(model, loss, x, y)
+    torch.testing.assert_close(got / len(y), flat(gradient))
+
+
+def test_a_parameter_that_is_reached_past_its_module_is_refused():
+    x, y = torch.randn(5, 4), torch.randint(0, 3, (5,))
+    model = Tied(lambda layer, x: layer(x))
+    model.elsewhere = [model.out.weight]
+    model.use = lambda layer, x: layer(x) + F.linear(x, model.elsewhere[0].T @ model.elsewhere[0])
+    with pytest.raises(ValueError, match=r"'out.weight' is reached past its module.*let forward\(\) use or return it"):
+        gradients.clipped_sum(model, F.cross_entropy, x, y, 1.0)
+    model.use = lambda layer, x: layer(x) * len(model.elsewhere[0].data) * model.elsewhere[0].detach().norm()
+    assert gradients.clipped_sum(model, F.cross_entropy, x, y, 1.0).size == 5
+    with pytest.raises(
+        ValueError, match=r"'code.bias' is reached past its module.*weight decay belongs to the optimizer"
+    ):
+        gradients.clipped_sum(model, lambda o, y: F.cross_entropy(o, y) + model.code.bias.norm(), x, y, 1.0)
+
+
+def test_a_tiny_delta_times_a_huge_input_is_clipped():
+    """The squares of the first are zero in float32, those of the second are not infinite."""
+    model = nn.Linear(1, 1000, bias=False)
+    x, y = torch.full((1, 1), 1e19), torch.zeros(1)
+    total = gradients.clipped_sum(model, lambda output, y: (2e-23 * output).sum(), x, y, 1e-4).sums[0]
+    assert float(total.norm()) == pytest.approx(1e-4, rel=0.02)
+
+
+def test_autocast_does_not_round_the_sum(problem):
+    """Half precision in the model is its own business; in the sum it would exceed the sensitivity."""
+    model, x, y = problem
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        whole = flat(gradients.clipped_sum(model, F.cross_entropy, x, y, 0.1).sums)
+        parts = [gradients.clipped_sum(model, F.cross_entropy, x[i : i + 1], y[i : i + 1], 0.1) for i in range(len(y))]
+    torch.testing.assert_close(whole, sum(flat(part.sums) for part in parts), atol=1e-5, rtol=1e-5)
+
+
+def test_complex_parameters_are_refused():
+    """Opacus gives each of their two parts noise that is smaller by the root of two than what is accounted."""
+    model = nn.Linear(4, 3, bias=False, dtype=torch.complex64)
+    with pytest.raises(ValueError, match=r"'weight' is torch.complex64.*keep the parameters in float32"):
+        gradients.clipped_sum(
+            model, lambda output, y: F.cross_entropy(output.abs(), y), torch.randn(2, 4) + 0j, torch.tensor([0, 1]), 1.0
+        )
 
 
 def test_an_input_that_is_changed_in_place_afterwards_is_remembered_as_it_was():

@@ -11,7 +11,7 @@ from opacus.optimizers import AdaClipDPOptimizer, DPOptimizer
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from dpivon import adaptive, gradients, mechanism, models
+from dpivon import adaptive, backprop, gradients, mechanism, models
 from dpivon.ivon import IVON
 
 N, B = 60, 20
@@ -254,6 +254,21 @@ def test_several_draws_where_they_have_no_meaning(images):
         mechanism.private_gradient(model, F.cross_entropy, *images, dp, samples=2)
 
 
+@pytest.mark.parametrize(("joint", "refused"), [(False, [4]), (True, [1, 4])])
+def test_bayes_by_backprop_does_not_average_over_draws(images, joint, refused):
+    """It keeps one draw, and maps the gradient by that; the draw of `JointBackprop` is not in the weights at all."""
+    model = backprop.Reparameterized(network()) if joint else network()
+    kind = backprop.JointBackprop if joint else backprop.BayesByBackprop
+    optimizer = kind(model.parameters(), lr=0.1, ess=10.0)
+    dp = mechanism.mechanism(optimizer, n=N, **SETTINGS)
+    for samples in (1, 4):
+        if samples in refused:
+            with pytest.raises(ValueError, match=rf"{kind.__name__} maps each gradient .*without samples"):
+                mechanism.private_gradient(model, F.cross_entropy, *images, dp, samples=samples)
+        else:
+            mechanism.private_gradient(model, F.cross_entropy, *images, dp, samples=samples)
+
+
 def test_draws_of_a_deterministic_method_are_its_weights(images):
     gradients_of = []
     for samples in (None, 2):
@@ -440,6 +455,26 @@ class Recurrent(nn.Module):
         return self.gru(x.unsqueeze(1))[0][:, -1]
 
 
+class Twice(nn.Module):
+    """A layer, used in one more way."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.layer, self.out, self.use = nn.Linear(4, 4), nn.Linear(4, 3), use
+
+    def forward(self, x):
+        return self.out(self.use(self.layer, x))
+
+
+ELSEWHERE = Twice(lambda layer, x: layer(x) + 3 * F.linear(x, layer.weight))
+GATE = Twice(lambda layer, x: layer(x) + GATE.gate(F.linear(x, layer.weight)))
+GATE.gate = nn.Linear(4, 4)
+nn.init.zeros_(GATE.gate.weight)  # closed at first: the other use has no gradient yet
+FOLDED = Twice(lambda layer, x: layer(x.view(-1, 2, 2).repeat(1, 1, 2).flatten(0, 1)).view(-1, 2, 4).mean(1))
+REFLECTED = nn.Sequential(
+    nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 3, 3, padding=1, padding_mode="reflect"), nn.Flatten(), nn.Linear(12, 3)
+)
+
 VECTORS = TensorDataset(torch.randn(8, 4), torch.zeros(8, dtype=torch.int64))
 
 
@@ -453,6 +488,12 @@ VECTORS = TensorDataset(torch.randn(8, 4), torch.zeros(8, dtype=torch.int64))
         (nn.Linear(4, 3), Dicts(), r"tuples \(x, y\), got dict"),
         (nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, track_running_stats=False)), VECTORS, "BatchNorm1d"),
         (nn.Linear(4, 3), DataLoader(VECTORS), "sampler of one's own is not Poisson's"),
+        (ELSEWHERE, VECTORS, r"hooks see .* of the gradient of 'layer.weight', .* use dpivon's private_gradient"),
+        (GATE, VECTORS, r"hooks see .* of the gradient of 'layer.weight'"),
+        (FOLDED, VECTORS, r"hooks see .* of the gradient of 'layer.weight'.*folded into the batch"),
+        (REFLECTED, VECTORS, r"hooks see .* of the gradient of '1.weight'.*Opacus does not heed the layer's padding"),
+        (nn.Linear(4, 3).bfloat16(), VECTORS, "'weight' is torch.bfloat16.*keep the parameters in float32"),
+        (nn.Linear(4, 3, dtype=torch.complex64), VECTORS, "'weight' is torch.complex64"),
     ],
 )
 def test_what_hooks_cannot_do_is_refused_with_a_remedy(model, data, message, mode):
@@ -461,6 +502,32 @@ def test_what_hooks_cannot_do_is_refused_with_a_remedy(model, data, message, mod
             model, torch.optim.SGD(model.parameters(), lr=0.1), data, loss=nn.CrossEntropyLoss(), noise_multiplier=1.0,
             max_grad_norm=1.0, batch_size=2, mode=mode,
         )  # fmt: skip
+
+
+def test_a_layer_that_is_used_twice_goes_with_hooks_and_is_refused_with_ghost_clipping():
+    model = Twice(lambda layer, x: layer(layer(x).tanh()))
+    before, state = [p.clone() for p in model.parameters()], torch.get_rng_state()
+    with pytest.raises(ValueError, match=r"Parameter tying is not supported.*use mode='hooks'"):
+        door(model, "ghost")
+    model.layer.eval()
+    door(model).hooks.cleanup()
+    assert [name for name, layer in model.named_modules() if not layer.training] == ["layer"]
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert all(set(vars(p)) <= {"grad_sample", "summed_grad", "_norm_sample"} for p in model.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_an_example_whose_label_is_ignored_does_not_rescale_the_others(mode):
+    x, totals = VECTORS.tensors[0], []
+    for labels in ([1], [1] + 3 * [-100]):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        parts = door(model, mode, noise_multiplier=0.0, max_grad_norm=1e3)
+        parts.loss(parts.model(x[: len(labels)]), torch.tensor(labels)).backward()
+        parts.optimizer.step()
+        totals.append(flat(model))
+    torch.testing.assert_close(*totals)
 
 
 def test_unknown_mode_and_summed_loss_are_refused():

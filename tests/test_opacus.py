@@ -21,7 +21,7 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpivon import mechanism
+from dpivon import mechanism, posterior
 from dpivon.ivon import IVON
 
 pytestmark = [
@@ -240,6 +240,21 @@ def large_batches(mode="hooks", wrap=True, **changes):
     model = network()
     optimizer = ivon_of(model)
     return model, optimizer, door(model, optimizer, mode, wrap, batch_size=N // 2, **changes)
+
+
+@every_mode
+def test_no_part_of_a_batch_exports_its_draw_as_a_mean(mode, wrap, tmp_path):
+    model, optimizer, private = large_batches(mode, wrap)
+    for part, (x, y) in enumerate(parts_of(private)):
+        with mechanism.sampled_params(private.optimizer):
+            private.optimizer.zero_grad()
+            private.loss(private.model(x), y).backward()
+            for either in (optimizer, private.optimizer):
+                with pytest.raises(RuntimeError, match="a draw, not the mean"):
+                    posterior.save(tmp_path / "p", model, either, architecture="mine", shape=(1, 6, 6), classes=3)
+        private.optimizer.step()
+        if part == 1:
+            break
 
 
 @every_mode

@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from dpivon import adaptive, data, models, posterior, predict, train
+from dpivon import adaptive, data, mechanism, models, posterior, predict, train
 from dpivon.ivon import IVON
 
 SHAPE, CLASSES = (1, 8, 8), 10
@@ -128,6 +128,34 @@ def test_what_is_not_a_posterior_is_refused(learned, tmp_path):
             posterior.load(path)
 
 
+@pytest.mark.parametrize("about", ["[]", "{}", "no json", '{"architecture": ["mlp"], "shape": 3, "classes": 10}'])
+def test_a_file_that_does_not_say_what_it_holds_is_refused(tmp_path, about):
+    (tmp_path / "p").write_bytes(safetensors.torch.save({"mean.x": torch.ones(2)}, {posterior.FORMAT: about}))
+    with pytest.raises(ValueError, match="does not say what network it holds"):
+        posterior.load(tmp_path / "p")
+
+
+@pytest.mark.parametrize("name", ["mean.1.bias", "variance.1.bias"])
+def test_a_file_with_values_that_are_not_finite_is_refused(learned, tmp_path, name):
+    posterior.save(tmp_path / "p", *learned, **ABOUT)
+    with safetensors.safe_open(tmp_path / "p", framework="pt") as file:
+        metadata = file.metadata()
+    tensors = safetensors.torch.load_file(tmp_path / "p")
+    tensors[name] = torch.full_like(tensors[name], float("inf"))
+    (tmp_path / "q").write_bytes(safetensors.torch.save(tensors, metadata))
+    with pytest.raises(ValueError, match=rf"values of '{name}' that are not finite"):
+        posterior.load(tmp_path / "q")
+
+
+def test_the_mechanism_around_an_optimizer_hides_neither_variance_nor_draw(learned, tmp_path):
+    model, optimizer = learned
+    dp = mechanism.mechanism(optimizer, noise_multiplier=1.0, max_grad_norm=1.0, batch_size=5, n=10)
+    posterior.save(tmp_path / "p", model, dp, **ABOUT)
+    assert len(posterior.load(tmp_path / "p").variance) == len(list(model.parameters()))
+    with optimizer.sampled_params(), pytest.raises(RuntimeError, match="a draw, not the mean"):
+        posterior.save(tmp_path / "p", model, dp, **ABOUT)
+
+
 def test_a_failed_save_leaves_the_old_file_and_nothing_else(learned, tmp_path):
     model, optimizer = learned
     posterior.save(tmp_path / "p", model, optimizer, **ABOUT)
@@ -152,3 +180,10 @@ def test_a_run_exports_what_it_learned_with_its_statement(tmp_path):
     accuracy = (got.log_probs(images.x_test, samples=0).argmax(1) == images.y_test).float().mean()
     assert float(accuracy) == pytest.approx(record["results"]["mean"]["accuracy"], abs=1e-6)
     assert set(got.variance) == {name for name, _ in got.model.named_parameters()}
+
+
+def test_what_cannot_be_exported_is_said_before_any_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "train", lambda *_: pytest.fail("trained for nothing"))
+    config = train.Config(method="dp-bbp-joint", epochs=1, seed=0)
+    with pytest.raises(ValueError, match="a posterior of 'dp-bbp-joint' cannot be exported"):
+        train.run(config, images=data.digits(), export_path=tmp_path / "p")

@@ -51,6 +51,14 @@ def test_choices_follow_the_stated_law():
         assert abs(share - p) < 4.5 * (p * (1 - p) / len(draws)) ** 0.5 + 1e-9
 
 
+def test_an_example_without_a_loss_counts_as_the_worst_and_prevents_nothing():
+    log_probs, y = overconfident(50, 2.0)
+    expected = temperature.losses(log_probs, y) + temperature.WORST
+    log_probs, y = torch.cat([log_probs, torch.full((1, 5), float("nan"))]), torch.cat([y, y[:1]])
+    torch.testing.assert_close(temperature.losses(log_probs, y), expected)
+    assert temperature.private(log_probs, y, 1.0, torch.Generator().manual_seed(0)) in temperature.CANDIDATES
+
+
 def test_a_budget_must_be_positive():
     log_probs, y = overconfident(3, 1.0)
     with pytest.raises(ValueError, match="epsilon must be finite and > 0, got 0"):

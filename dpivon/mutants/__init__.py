@@ -1,4 +1,4 @@
-"""NOT PRIVATE AS ACCOUNTED, every one of them: classic mistakes, each in its own file, to be found by reading and attack.
+"""NOT PRIVATE AS ACCOUNTED, every one of them: classic mistakes, each in its own file, to be read and attacked.
 
 Each module has a docstring that says how the mistake looks in a review, and ``attack(seed)``, the audit that faces it.
 Where an audit has too little power, `EXACT` names the test that catches the mistake, and the docstring says why.
