@@ -2,8 +2,9 @@
 
 The draw is held in weight space, theta = m + sigma epsilon with one epsilon for the whole batch. So the gradient of an
 example with respect to (m, rho) is a public map of its gradient with respect to theta, and there are two ways to make
-the method private: clip and noise the weight's gradient, and map afterwards (`BayesByBackprop`); or clip and noise the
-gradient of (m, rho) together, with twice the dimension, as in the literature (`Reparameterized`, `JointBackprop`).
+the method private: clip and noise the weight's gradient, and map afterwards (`BayesByBackprop`; the "aligned" gradients
+of Jälkö et al., 2022); or clip and noise the gradient of (m, rho) together, with twice the dimension, as in the
+literature (`Reparameterized`, `JointBackprop`).
 """
 
 import math
@@ -19,13 +20,40 @@ from torch.func import functional_call
 Prior = Callable[[Tensor], Tensor]
 
 
+def check_positive(**settings: float) -> None:
+    """Raise ValueError where one is not a finite number above 0."""
+    for name, value in settings.items():
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name} must be finite and > 0, got {value}")
+
+
+def check_beta1(beta1: float) -> None:
+    """Raise ValueError unless beta1 is a decay."""
+    if not 0 <= beta1 < 1:
+        raise ValueError(f"beta1 must be in [0, 1), got {beta1}")
+
+
 def gaussian_prior(scale: float) -> Prior:
     """The gradient of -log p at theta for independent normal weights with standard deviation `scale`."""
     return lambda theta: theta / scale**2
 
 
 def mixture_prior(wide: float, narrow: float, share: float = 0.5) -> Prior:
-    """The same for a mixture of two normals, of which `share` is wide (Blundell et al., 2015)."""
+    """The same for a mixture of two normals, of which `share` is wide (Blundell et al., 2015).
+
+    .. math::
+        -\\frac{d}{d\\theta} \\log p(\\theta) = \\theta \\left( \\frac{r_1}{s_1^2} + \\frac{r_2}{s_2^2} \\right)
+
+    where r are the shares of the two parts in the density at theta.
+
+    Raises
+    ------
+    ValueError
+        a scale is not positive, or `share` not between 0 and 1.
+    """
+    check_positive(wide=wide, narrow=narrow)
+    if not 0 < share < 1:
+        raise ValueError(f"share must be in (0, 1), got {share}; for one part take gaussian_prior(scale)")
 
     def score(theta: Tensor) -> Tensor:
         logits = torch.stack(
@@ -90,14 +118,12 @@ class BayesByBackprop(torch.optim.Optimizer):
         beta1: float = 0.9,
         generator: torch.Generator | None = None,
     ) -> None:
-        for name, value in {"lr": lr, "ess": ess, "sigma_init": sigma_init, "prior_scale": prior_scale}.items():
-            if not 0 < value < math.inf:
-                raise ValueError(f"{name} must be finite and > 0, got {value}")
-        if not 0 <= beta1 < 1:
-            raise ValueError(f"beta1 must be in [0, 1), got {beta1}")
+        check_positive(lr=lr, ess=ess, sigma_init=sigma_init, prior_scale=prior_scale)
+        check_beta1(beta1)
         super().__init__(params, {"lr": lr, "ess": ess, "beta1": beta1, "sigma_init": sigma_init})
         self.prior, self.generator = prior or gaussian_prior(prior_scale), generator
         self.epsilon: dict[Tensor, Tensor] = {}
+        self.drawing = False
 
     def trained(self) -> list[tuple[dict[str, Any], Tensor, dict[str, Any]]]:
         """(group, parameter, state) of all that learn; the state of a new one begins at sigma_init."""
@@ -111,16 +137,26 @@ class BayesByBackprop(torch.optim.Optimizer):
 
     @contextmanager
     def sampled_params(self) -> Iterator[None]:
-        """Within, the parameters are a draw; after, the mean again."""
+        """Within, the parameters are a draw; after, the mean again.
+
+        Raises
+        ------
+        RuntimeError
+            a draw is already in place: the mean would be lost.
+        """
+        if self.drawing:
+            raise RuntimeError("the parameters are a draw already; leave `sampled_params()` before entering it again")
         means = {}
         with torch.no_grad():
             for _, p, state in self.trained():
                 means[p] = p.clone()
                 self.epsilon[p] = torch.randn(p.shape, generator=self.generator, dtype=p.dtype, device=p.device)
                 p.addcmul_(F.softplus(state["rho"]), self.epsilon[p])
+        self.drawing = True
         try:
             yield
         finally:
+            self.drawing = False
             with torch.no_grad():
                 for p, mean in means.items():
                     p.copy_(mean)
@@ -132,8 +168,10 @@ class BayesByBackprop(torch.optim.Optimizer):
         Raises
         ------
         RuntimeError
-            no draw was made since the last step.
+            no draw was made since the last step, or it has not been left and would put the old mean back.
         """
+        if self.drawing:
+            raise RuntimeError("leave `sampled_params()` before step(): it would put the old mean back")
         moved = [entry for entry in self.trained() if entry[1].grad is not None]
         if any(p not in self.epsilon for _, p, _ in moved):
             raise RuntimeError("take the gradient inside `with optimizer.sampled_params():` before step()")
@@ -162,10 +200,16 @@ class Reparameterized(nn.Module):
         any module; its parameters become the start of m, and are frozen.
     sigma_init
         sigma at the start, > 0.
+
+    Raises
+    ------
+    ValueError
+        sigma_init is out of range.
     """
 
     def __init__(self, network: nn.Module, sigma_init: float = 0.05) -> None:
         super().__init__()
+        check_positive(sigma_init=sigma_init)
         self.network = network.requires_grad_(False)
         named = list(network.named_parameters())
         self.names = [name for name, _ in named]
@@ -191,6 +235,11 @@ class JointBackprop(torch.optim.Optimizer):
         of a `Reparameterized` network.
     lr, ess, prior_scale, beta1, generator
         as in `BayesByBackprop`.
+
+    Raises
+    ------
+    ValueError
+        a hyperparameter is out of range.
     """
 
     def __init__(
@@ -202,15 +251,15 @@ class JointBackprop(torch.optim.Optimizer):
         beta1: float = 0.9,
         generator: torch.Generator | None = None,
     ) -> None:
-        for name, value in {"lr": lr, "ess": ess, "prior_scale": prior_scale}.items():
-            if not 0 < value < math.inf:
-                raise ValueError(f"{name} must be finite and > 0, got {value}")
+        check_positive(lr=lr, ess=ess, prior_scale=prior_scale)
+        check_beta1(beta1)
         super().__init__(params, {"lr": lr, "ess": ess, "prior_scale": prior_scale, "beta1": beta1})
-        self.generator = generator
+        self.generator, self.drawn = generator, False
 
     @contextmanager
     def sampled_params(self) -> Iterator[None]:
         """Within, the network computes at a draw; after, at the mean."""
+        self.drawn = True
         draws = [p.epsilon for group in self.param_groups for p in group["params"] if hasattr(p, "epsilon")]
         for epsilon in draws:
             epsilon.normal_(generator=self.generator)
@@ -222,7 +271,16 @@ class JointBackprop(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Add the gradient of the KL divergence to the prior, which touches no data, and move m and rho."""
+        """Add the gradient of the KL divergence to the prior, which touches no data, and move m and rho.
+
+        Raises
+        ------
+        RuntimeError
+            no draw was made since the last step.
+        """
+        if not self.drawn:
+            raise RuntimeError("take the gradient inside `with optimizer.sampled_params():` before step()")
+        self.drawn = False
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
