@@ -114,8 +114,8 @@ def test_parameters_without_gradient_stay():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"lr": 0.0}, "lr must be > 0, got 0.0"),
-        ({"lr": float("nan")}, "lr must be > 0, got nan"),
+        ({"lr": 0.0}, "lr must be finite and > 0, got 0.0"),
+        ({"lr": float("nan")}, "lr must be finite and > 0, got nan"),
         ({"lr": 0.1, "beta1": 1.0}, r"beta1 must be in \[0, 1\), got 1.0"),
         ({"lr": 0.1, "weight_decay": -1.0}, "weight_decay and noise_std must be >= 0, got -1.0"),
     ],
@@ -127,7 +127,10 @@ def test_errors_name_value(arguments, message):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [({"beta2": -0.1}, r"beta2 must be in \[0, 1\), got -0.1"), ({"damping": 0.0}, "damping must be > 0, got 0.0")],
+    [
+        ({"beta2": -0.1}, r"beta2 must be in \[0, 1\), got -0.1"),
+        ({"damping": 0.0}, "damping must be finite and > 0, got 0.0"),
+    ],
 )
 def test_errors_of_the_moments(arguments, message):
     with pytest.raises(ValueError, match=message):

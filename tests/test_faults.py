@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import pickle
 import random
 import resource
 import signal
@@ -15,7 +16,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from optimizers import build
 
-from dpivon import accounting, checkpoint, data, gradients, ledger, mechanism, methods, models, posterior, train
+from dpivon import (
+    accounting,
+    audit,
+    checkpoint,
+    data,
+    gradients,
+    ledger,
+    mechanism,
+    methods,
+    metrics,
+    models,
+    posterior,
+    train,
+)
 
 KILLS = 50
 CONFIG = train.Config(epochs=3, seed=3, method="dp-ivon-gradsq")
@@ -257,3 +271,95 @@ def test_files_of_anything(tmp_path_factory, content):
         with pytest.raises(ledger.LedgerError, match="line"):
             ledger.read(file)
         assert ledger.read(file, strict=False) == []
+
+
+@given(epsilon=anything, q=anything, steps=st.integers(-2, 5000), delta=anything)
+@settings(max_examples=40, deadline=None)
+def test_noise_for_anything(epsilon, q, steps, delta):
+    try:
+        sigma = accounting.noise_for(epsilon, q, steps, delta)
+    except ValueError:
+        return
+    assert sigma > 0
+    assert accounting.epsilon(sigma, q, steps, delta) <= epsilon
+
+
+plausible = st.floats(1e-3, 0.99)
+six = st.one_of(st.lists(plausible, min_size=6, max_size=6), st.lists(anything, min_size=6, max_size=6))
+
+
+@given(name=st.sampled_from(sorted(methods.METHODS)), lr=st.one_of(plausible, anything), values=six)
+@settings(max_examples=200, deadline=None)
+def test_configurations_of_anything(name, lr, values):
+    """Its optimizer is built and stepped, or it is refused by a ValueError; there is never another error."""
+    method = methods.get(name)
+    names = [key for key in (*method.settings, *method.network_settings) if key != "samples"]
+    config = train.Config(
+        method=name, lr=lr, noise_multiplier=1.0 if method.private else None, batch_size=4, epochs=1, seed=0,
+        delta=1e-2,
+        **dict(zip(names, values, strict=False)),
+    )  # fmt: skip
+    images = tiny(8)
+    try:
+        now = train.Run(train.resolve(config), images)
+    except ValueError:
+        return
+    before = [p.detach().clone() for p in now.model.parameters()]
+    try:
+        with now.optimizer.sampled_params():
+            now.gradient(now.model, now.loss, images.x_train, images.y_train)
+        now.optimizer.step()
+    except FloatingPointError:
+        for p, value in zip(now.model.parameters(), before, strict=True):
+            assert torch.equal(p, value)
+
+
+@given(
+    rows=st.integers(0, 4), classes=st.integers(0, 4), values=st.lists(st.floats(), min_size=16, max_size=16),
+    labels=st.lists(st.integers(-2, 5), max_size=5),
+)  # fmt: skip
+@settings(max_examples=100, deadline=None)
+def test_metrics_of_anything(rows, classes, values, labels):
+    log_probs = torch.tensor(values, dtype=torch.float64)[: rows * classes].view(rows, classes)
+    y = torch.tensor(labels, dtype=torch.int64)
+    for logits in (log_probs, log_probs.log_softmax(1)):
+        try:
+            found = metrics.evaluate(logits, y)
+        except ValueError:
+            continue
+        assert 0 <= found["accuracy"] <= 1
+        assert 0 <= found["ece"] <= 1
+        assert 0 <= found["brier"] <= 2 + 1e-9
+        assert found["nll"] >= -1e-3
+
+
+@given(
+    scores=st.lists(st.floats(allow_nan=False), min_size=1, max_size=30),
+    seed=st.integers(0, 9),
+    delta=st.floats(0, 0.5),
+)
+@settings(max_examples=60, deadline=None)
+def test_audits_of_any_scores(scores, seed, delta):
+    included = audit.coins(len(scores), seed)
+    for bound in (audit.one_run_bound, audit.rates_bound, audit.gaussian_bound):
+        try:
+            found = bound(torch.tensor(scores, dtype=torch.float64), included, delta)
+        except ValueError:
+            assert len(scores) < 20  # too few canaries: none in, none out, or fewer than two guesses
+        else:
+            assert 0 <= found <= 100
+
+
+def test_a_pickle_is_not_loaded_as_a_posterior(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "owned"),)
+
+    (tmp_path / "p").write_bytes(pickle.dumps(Evil()))
+    torch.save(Evil(), tmp_path / "q")
+    for name in ("p", "q"):
+        with pytest.raises(ValueError, match="not a whole posterior"):
+            posterior.load(tmp_path / name)
+        with pytest.raises(ValueError, match="not a whole checkpoint"):
+            checkpoint.load(tmp_path / name)
+    assert not (tmp_path / "owned").exists()

@@ -271,7 +271,7 @@ def test_at_strong_privacy_two_thirds_of_the_coordinates_are_below_the_noise(dig
         ({"max_grad_norm": 0.0}, "max_grad_norm must be finite and > 0, got 0.0"),
         ({"batch_size": 10_000}, "got 10000 for 1438 examples"),
         ({"epochs": 0.0}, "epochs must be finite and > 0, got 0.0"),
-        ({"lr": -1.0}, "lr must be > 0, got -1.0"),
+        ({"lr": -1.0}, "lr must be finite and > 0, got -1.0"),
         ({"model": "lenet"}, "lenet needs images of at least 16 x 16, got 8 x 8"),
         ({"method": "nonsense"}, "unknown method 'nonsense'"),
         ({"data": "mnist"}, "unknown data 'mnist'"),
