@@ -76,8 +76,9 @@ def rates_bound(
 ) -> float:
     """A lower bound on epsilon from error rates alone, whatever the mechanism (Jagielski et al., 2020).
 
-    .. math:: \\varepsilon \\ge \\log\\frac{1 - \\delta - \\beta}{\\alpha}, \\qquad
-        \\text{for error rates } \\alpha, \\beta, \\text{ and with both exchanged}
+    .. math:: \\varepsilon \\ge \\log\\frac{1 - \\delta - \\beta}{\\alpha}
+
+    with the error rates alpha and beta, and with the two exchanged.
 
     Parameters
     ----------

@@ -200,7 +200,9 @@ def mechanism(
 def noise_std(dp: DPOptimizer) -> float:
     """The standard deviation of the privacy noise in each coordinate of `p.grad`.
 
-    .. math:: \\frac{\\sigma_p C}{b}, \\text{ with } b \\text{ times the accumulated iterations and the processes}
+    .. math:: \\frac{\\sigma_p C}{b}
+
+    with b times the accumulated iterations and the processes.
 
     Everything that needs the noise scale asks here, so that accumulation, sum reduction and distributed training are
     right once. Opacus' `expected_batch_size` is that of one process.

@@ -13,6 +13,16 @@ from dpivon.dropout import Masks, add
 from dpivon.ivon import IVON
 
 
+def unchanged(model: nn.Module) -> nn.Module:
+    """The network as it is."""
+    return model
+
+
+def optimizer_itself(model: nn.Module, optimizer: Any) -> Any:
+    """The optimizer, which draws the weights by its own `sampled_params()`."""
+    return optimizer
+
+
 @dataclass(frozen=True)
 class Method:
     """One row of the table.
@@ -42,9 +52,9 @@ class Method:
     settings: tuple[str, ...]
     defaults: dict[str, Any]
     lr: dict[str, float]
-    network: Callable[..., nn.Module] = lambda model: model
+    network: Callable[..., Any] = unchanged
     network_settings: tuple[str, ...] = ()
-    posterior: Callable[[nn.Module, Any], Any] = lambda model, optimizer: optimizer
+    posterior: Callable[..., Any] = optimizer_itself
 
 
 def sgd(private: bool) -> Method:

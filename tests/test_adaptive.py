@@ -138,7 +138,7 @@ def test_errors_of_the_moments(arguments, message):
 
 
 def test_unknown_method():
-    with pytest.raises(ValueError, match=r"unknown method 'dp-foo'; choose one of sgd, adam, ivon, dp-sgd"):
+    with pytest.raises(ValueError, match=r"unknown method 'dp-foo'; choose one of sgd, adam, ivon, sgld"):
         methods.get("dp-foo")
 
 

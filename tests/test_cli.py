@@ -54,7 +54,7 @@ def test_epsilon_converts_both_ways_with_both_accountants(dpivon):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "--method", "sgdd"], "dpivon: unknown method 'sgdd'; choose one of sgd, adam, ivon, dp-sgd"),
+        (["train", "--method", "sgdd"], "dpivon: unknown method 'sgdd'; choose one of sgd, adam, ivon, sgld"),
         (["train", "--max-grad-norm", "0"], "dpivon: max_grad_norm must be finite and > 0, got 0.0"),
         (["epsilon"], "dpivon: give either --noise-multiplier"),
         (["epsilon", "--epsilon", "1", "--batch-size", "0"], "dpivon: need 0 < batch-size <= n"),

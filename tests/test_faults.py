@@ -85,11 +85,12 @@ def test_killed_at_any_moment_a_run_repeats_the_same_releases_and_ends_the_same(
     (whole,) = ledger.read(reference / "runs.jsonl")
     released = dict(line.split() for line in (reference / "releases").read_text().splitlines())
 
-    kills, folder = 0, tmp_path
+    kills, runs = 0, 0
     moments = random.Random(0)
     while kills < KILLS:
-        folder = tmp_path / f"run{kills}"
+        folder = tmp_path / f"run{runs}"
         folder.mkdir()
+        runs += 1
         finished = False
         while not finished:
             child = forked(digits, CONFIG, folder)
