@@ -169,6 +169,10 @@ def resolve(config: Config) -> Config:
     assert config.samples is not None
     if config.samples < 0 or config.holdout < 0:
         raise ValueError(f"samples and holdout must be >= 0, got {config.samples} and {config.holdout}")
+    for name, largest in {"lr": 1e12, **dict.fromkeys(SETTINGS, 1e9)}.items():
+        value = getattr(config, name)
+        if value is not None and value != 0 and not 1e-9 <= abs(value) <= largest:  # products must fit into a float32
+            raise ValueError(f"{name} must be 0, or between 1e-9 and {largest:g} in size, got {value}")
     if not 0 < config.epochs < math.inf:
         raise ValueError(f"epochs must be finite and > 0, got {config.epochs}")
     if config.seed is not None and config.seed < 0:

@@ -280,6 +280,8 @@ def test_at_strong_privacy_two_thirds_of_the_coordinates_are_below_the_noise(dig
         ({"holdout": 5000}, "holdout must be below the 1438 training examples, got 5000"),
         ({"delta": 1e-3}, r"delta must be below 1 / n = 0.0007, got 0.001"),
         ({"seed": -1}, "seed must be >= 0, got -1"),
+        ({"lr": 1e38}, r"lr must be 0, or between 1e-9 and 1e\+12 in size, got 1e\+38"),
+        ({"weight_decay": 1e-30}, "weight_decay must be 0, or between 1e-9 and"),
     ],
 )
 def test_errors_name_value_and_remedy(digits, changes, message):
@@ -290,7 +292,7 @@ def test_errors_name_value_and_remedy(digits, changes, message):
 @pytest.mark.parametrize("method", ["sgd", "dp-sgd"])
 def test_divergence_is_one_clear_error(digits, method):
     with pytest.raises(FloatingPointError, match="lower the learning rate"):
-        train.run(train.Config(method=method, lr=1e38, max_grad_norm=100.0, epochs=5, seed=0), images=digits)
+        train.run(train.Config(method=method, lr=1e12, weight_decay=1e9, epochs=5, seed=0), images=digits)
 
 
 def test_the_documented_defaults_are_the_real_ones():
