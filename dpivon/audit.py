@@ -275,7 +275,7 @@ def mislabel(images: data.Images, included: Tensor, seed: int) -> tuple[data.Ima
     m, classes = len(included), images.classes
     if m >= images.n:
         raise ValueError(f"canaries must be fewer than the {images.n} training images, got {m}")
-    shift = torch.randint(1, classes, (m,), generator=torch.Generator().manual_seed(seed))
+    shift = torch.randint(1, classes, (m,), generator=train.source(seed, "wrong labels"))
     wrong = (images.y_train[-m:] + shift) % classes
     labels = torch.cat([images.y_train[:-m], torch.where(included, wrong, classes)])
     return replace(images, y_train=labels, class_names=(*images.class_names, "canary that is out")), wrong
@@ -283,6 +283,8 @@ def mislabel(images: data.Images, included: Tensor, seed: int) -> tuple[data.Ima
 
 def coins(canaries: int, seed: int) -> Tensor:
     """(m,) fair coins: which canaries are in."""
+    if canaries < 1:
+        raise ValueError(f"canaries must be at least 1, got {canaries}; some thousands make an attack sharp")
     return torch.rand(canaries, generator=torch.Generator().manual_seed(seed)) < 0.5
 
 
@@ -351,6 +353,8 @@ def full_batch(
     seed
         of coins and noise: an audit is a simulation.
     """
+    if not noise_multiplier > 0:
+        raise ValueError(f"noise_multiplier must be > 0 to make a claim, got {noise_multiplier}")
     included = coins(canaries, seed)
     model = WithCanaries(nn.Linear(1, 2), canaries)
     dp = mechanism.mechanism(

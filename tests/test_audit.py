@@ -199,6 +199,10 @@ def test_the_attack_on_predictions_reads_every_kind_of_network(digits):
 
 
 def test_an_audit_needs_a_seed_and_a_claim(digits):
+    with pytest.raises(ValueError, match="noise_multiplier must be > 0 to make a claim, got 0"):
+        audit.full_batch(noise_multiplier=0.0)
+    with pytest.raises(ValueError, match="canaries must be at least 1, got 0"):
+        audit.full_batch(noise_multiplier=1.0, canaries=0)
     with pytest.raises(ValueError, match="give the configuration a seed"):
         audit.white_box(train.Config(), digits)
     with pytest.raises(ValueError, match="'sgd' makes no claim"):
