@@ -138,6 +138,11 @@ def free_noise_multiplier(
 
     .. math:: \\sigma = \\frac{b}{C} \\sqrt{\\frac{2 \\tau}{N_{\\rm ess}\\, \\alpha}}
     """
+    if not min(lr, ess, batch_size, max_grad_norm, temperature) > 0:
+        raise ValueError(
+            f"lr, ess, batch_size, max_grad_norm and temperature must be > 0, got {lr}, {ess}, {batch_size}, "
+            f"{max_grad_norm}, {temperature}"
+        )
     return batch_size * math.sqrt(2 * temperature / (ess * lr)) / max_grad_norm
 
 

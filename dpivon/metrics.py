@@ -108,6 +108,8 @@ def reliability(log_probs: Tensor, y: Tensor, bins: int = ECE_BINS, equal_mass: 
     (filled bins, 3)
     """
     check_log_probs(log_probs, y)
+    if bins < 1:
+        raise ValueError(f"bins must be at least 1, got {bins}; {ECE_BINS} are usual")
     confidence, label = log_probs.double().exp().max(1)
     right = (label == y).double()
     if equal_mass:
@@ -143,6 +145,8 @@ def risk_coverage(log_probs: Tensor, y: Tensor, doubt: Tensor | None = None) -> 
     """
     check_log_probs(log_probs, y)
     doubt = -log_probs.amax(1) if doubt is None else doubt
+    if doubt.shape != y.shape:
+        raise ValueError(f"doubt must hold one number an example, got {tuple(doubt.shape)} for {len(y)} examples")
     wrong = (log_probs.argmax(1) != y).double()[doubt.argsort(stable=True)]
     kept = torch.arange(1, len(y) + 1).double()
     return kept / len(y), wrong.cumsum(0) / kept
@@ -178,6 +182,8 @@ def bootstrap(
 
     It speaks of the choice of test examples, not of the choice of seed: for that, repeat the training.
     """
+    if repeats < 1 or not 0 < level < 1:
+        raise ValueError(f"repeats must be at least 1 and level between 0 and 1, got {repeats} and {level}")
     source = torch.Generator().manual_seed(seed)
     draws = [torch.randint(len(y), (len(y),), generator=source) for _ in range(repeats)]
     values = torch.tensor([metric(log_probs[i], y[i]) for i in draws], dtype=torch.float64)

@@ -20,6 +20,8 @@ def scaled(log_probs: Tensor, temperature: float) -> Tensor:
 
     .. math:: \\log p_T(y \\mid x) = \\frac{\\log p(y \\mid x)}{T} - \\log \\sum_k p(k \\mid x)^{1/T}
     """
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature must be finite and > 0, got {temperature}; 1 changes nothing")
     return (log_probs / temperature).log_softmax(1)
 
 

@@ -174,3 +174,14 @@ def test_the_bootstrap_interval_covers_as_often_as_it_says():
         low, high = metrics.bootstrap(metrics.accuracy, log_probs, y, repeats=200, seed=seed)
         missed += not low <= 0.8 <= high
     assert 1 <= missed <= 13
+
+
+def test_closer_looks_name_what_is_wrong():
+    y = torch.tensor([0, 1])
+    log_probs = torch.zeros(2, 2).log_softmax(1)
+    with pytest.raises(ValueError, match="bins must be at least 1, got 0"):
+        metrics.reliability(log_probs, y, 0)
+    with pytest.raises(ValueError, match=r"one number an example, got \(3,\) for 2"):
+        metrics.risk_coverage(log_probs, y, torch.zeros(3))
+    with pytest.raises(ValueError, match="repeats must be at least 1"):
+        metrics.bootstrap(metrics.accuracy, log_probs, y, repeats=0)

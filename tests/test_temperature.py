@@ -63,3 +63,5 @@ def test_a_budget_must_be_positive():
     log_probs, y = overconfident(3, 1.0)
     with pytest.raises(ValueError, match="epsilon must be finite and > 0, got 0"):
         temperature.private(log_probs, y, 0.0, torch.Generator())
+    with pytest.raises(ValueError, match="temperature must be finite and > 0, got 0"):
+        temperature.scaled(log_probs, 0.0)
