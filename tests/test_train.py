@@ -242,6 +242,7 @@ def test_every_method_runs_by_name_and_records_what_it_promises(digits, name):
     assert (record["privacy"] is not None) == private
     assert ("samples" in record["results"]) == ("samples" in methods.get(name).defaults)
     assert record["cost"]["stored"] >= 4810
+    assert 0 < record["cost"]["cpu_seconds"] < 100 * record["seconds"] + 1
     for entry in record["results"]["trace"]:
         assert set(entry) == {"step", "zero_fraction", "h_mean", "h_median", "effective_step"}
         assert entry["h_mean"] > 0
