@@ -29,6 +29,8 @@ class Train:
     export
         write the learned posterior and its privacy statement to this file, which may be published where the
         statement says so. `dpivon.posterior.load` reads it.
+    shifted
+        evaluate on corrupted and on strange images too.
     """
 
     config: tyro.conf.OmitArgPrefixes[train.Config]
@@ -36,6 +38,7 @@ class Train:
     ledger: Path = Path("runs.jsonl")
     checkpoint: Path | None = None
     export: Path | None = None
+    shifted: bool = False
 
     def __call__(self) -> None:
         train.check_writable(self.ledger)
@@ -44,6 +47,7 @@ class Train:
             root=self.root,
             checkpoint_path=self.checkpoint,
             export_path=self.export,
+            shifted=self.shifted,
             report=lambda line: print(line, flush=True),
         )
         print(summary(record), flush=True)  # first: a full disk must not hide the results

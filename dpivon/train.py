@@ -33,6 +33,7 @@ from dpivon import (
     models,
     posterior,
     predict,
+    shift,
 )
 from dpivon.mechanism import Loss
 from dpivon.methods import get
@@ -387,6 +388,7 @@ def run(
     ledger_path: str | Path | None = None,
     checkpoint_path: str | Path | None = None,
     export_path: str | Path | None = None,
+    shifted: bool = False,
     report: Callable[[str], None] | None = None,
     images: data.Images | None = None,
 ) -> dict[str, Any]:
@@ -405,6 +407,8 @@ def run(
         generators' state.
     export_path
         write the posterior, with the privacy statement, to this file; see `posterior.load`.
+    shifted
+        evaluate on corrupted and on strange images too, by `shift.evaluate`; takes longer than training on the digits.
     report
         called with lines for a person, some of them diagnostics that epsilon does not cover.
     images
@@ -450,6 +454,10 @@ def run(
             "cpu_seconds": round(cpu_seconds, 2),  # of training: on a shared machine, the fairer number
             "predict_seconds": round(time.perf_counter() - begin, 3),
         }
+        if shifted:
+            results["shift"] = shift.evaluate(
+                lambda x: predict.log_probs(now.model, x, now.posterior(), config.samples or 0), images
+            )
     privacy = now.statement()
     if export_path is not None:
         assert config.model is not None
@@ -565,7 +573,7 @@ def curvature_trace(now: Run) -> list[dict[str, float]]:
     ]
 
 
-def evaluate(now: Run) -> dict[str, dict[str, float]]:
+def evaluate(now: Run) -> dict[str, Any]:
     """Metrics on the public test set: at the mean, and averaged over posterior draws when the run asks for them."""
     images, samples = now.images, now.config.samples
     if not all(p.isfinite().all() for p in now.model.parameters()):

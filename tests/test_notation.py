@@ -20,8 +20,9 @@ MODULES = [info.name for info in pkgutil.iter_modules(dpivon.__path__)]
 # Numbers that dpivon takes and that are no symbols of the book: sizes of the machinery, switches, diagnostics.
 NOT_SYMBOLS = {
     "batch_sizes", "bins", "budgets", "chunk", "chunk_size", "classes", "clipped", "confidence", "errors", "first",
-    "hidden", "holdout", "level", "metric", "narrow", "numbers", "rate", "recipe", "repeats", "second", "seed",
-    "seeds", "shape", "share", "sigma", "step", "trials", "wide",
+    "height", "hidden", "holdout", "level", "limit", "metric", "narrow", "numbers", "rate", "recipe", "repeats", "second", "seed",
+    "seeds", "shape", "share", "sigma", "step", "strength", "trials", "wide",
+    "width",
 }  # fmt: skip
 
 

@@ -346,3 +346,12 @@ def test_the_scale_of_squared_gradients_is_a_setting(digits):
     assert trace[0] == trace[1] > trace[2]
     with pytest.raises(ValueError, match=r"'dp-ivon-price' does not read scale"):
         train.run(replace(small, method="dp-ivon-price", scale=2.0), images=digits)
+
+
+def test_a_run_is_evaluated_under_shift_when_asked(digits):
+    record = train.run(replace(SMALL, method="dp-ivon-gradsq", epsilon=3.0), images=digits, shifted=True)
+    found = record["results"]["shift"]
+    assert found["examples"] == len(digits.x_test)
+    assert found["clean"]["accuracy"] > 0.1
+    assert "digits" not in found["strangers"]
+    ledger.validate(json.loads(json.dumps(record)))
