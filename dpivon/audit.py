@@ -285,7 +285,7 @@ def coins(canaries: int, seed: int) -> Tensor:
     """(m,) fair coins: which canaries are in."""
     if canaries < 1:
         raise ValueError(f"canaries must be at least 1, got {canaries}; some thousands make an attack sharp")
-    return torch.rand(canaries, generator=torch.Generator().manual_seed(seed)) < 0.5
+    return torch.rand(canaries, generator=train.source(seed, "coins")) < 0.5  # not the stream of the first weights
 
 
 # Whole algorithms under attack.
