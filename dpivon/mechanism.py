@@ -46,16 +46,19 @@ class Diagnostics(NamedTuple):
     size: int
 
 
-def new_generator(seed: int | None = None) -> torch.Generator:
+def new_generator(seed: int | None = None, device: torch.device | str = "cpu") -> torch.Generator:
     """A random generator, filled with the operating system's entropy unless a seed is given.
 
     torch's generator is a Mersenne Twister of 624 words, and its `manual_seed` keeps 32 bits of a seed: few enough to
     try all of them and subtract the noise. So all words come from the system. Its output is still not cryptographic.
-    A seeded generator is for simulations.
+    On a GPU it is a counter under a key of 64 bits, all of which come from the system. A seeded generator is for
+    simulations; the same seed gives other numbers on another kind of device.
     """
-    generator = torch.Generator()
+    generator = torch.Generator(device)
     if seed is not None:
         return generator.manual_seed(seed)
+    if generator.device.type != "cpu":
+        return generator.manual_seed(secrets.randbits(64) - 2**63)  # torch takes a signed number
     state = generator.manual_seed(secrets.randbits(32)).get_state()
     words = np.frombuffer(secrets.token_bytes(4 * 624), dtype=np.uint32).astype(np.int64)
     state.view(torch.int64)[3:627] = torch.from_numpy(words)  # after the seed and two counters
@@ -173,7 +176,8 @@ def mechanism(
     accountant
         an Opacus accountant that counts each step.
     generator
-        source of the noise; None draws one from the operating system's entropy. Only the first process's is used.
+        source of the noise, on the parameters' device; None draws one from the operating system's entropy. Only the
+        first process's is used.
 
     Raises
     ------
@@ -189,7 +193,7 @@ def mechanism(
         noise_multiplier=noise_multiplier,
         max_grad_norm=max_grad_norm,
         expected_batch_size=batch_size / world,  # Opacus means each process's own
-        generator=generator or new_generator(),
+        generator=generator or new_generator(device=optimizer.param_groups[0]["params"][0].device),
     )
     if accountant is not None:
         dp.attach_step_hook(accountant.get_optimizer_hook_fn(sample_rate=batch_size / n))
