@@ -216,8 +216,24 @@ class Reparameterized(nn.Module):
         self.m = nn.ParameterList([p.detach().clone() for _, p in named])
         self.rho = nn.ParameterList([torch.full_like(p, inverse_softplus(sigma_init)) for _, p in named])
         self.epsilon = [torch.zeros_like(p) for _, p in named]
+        self.link()
+
+    def link(self) -> None:
+        """Tie each draw to its rho, where the optimizer finds it."""
         for rho, epsilon in zip(self.rho, self.epsilon, strict=True):
-            rho.epsilon = epsilon  # the optimizer draws into it
+            rho.epsilon = epsilon
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Reparameterized":
+        """What `.to()` and its kin call: the draws move with the parameters."""
+        super()._apply(fn, recurse)
+        self.epsilon = [fn(epsilon) for epsilon in self.epsilon]
+        self.link()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """What a copy calls: a copied parameter has lost the tie."""
+        super().__setstate__(state)
+        self.link()
 
     def forward(self, x: Any) -> Any:
         """The network's output at theta = m + sigma epsilon; at the mean outside of a draw."""
@@ -254,18 +270,27 @@ class JointBackprop(torch.optim.Optimizer):
         check_positive(lr=lr, ess=ess, prior_scale=prior_scale)
         check_beta1(beta1)
         super().__init__(params, {"lr": lr, "ess": ess, "prior_scale": prior_scale, "beta1": beta1})
-        self.generator, self.drawn = generator, False
+        self.generator, self.drawn, self.drawing = generator, False, False
 
     @contextmanager
     def sampled_params(self) -> Iterator[None]:
-        """Within, the network computes at a draw; after, at the mean."""
-        self.drawn = True
+        """Within, the network computes at a draw; after, at the mean.
+
+        Raises
+        ------
+        RuntimeError
+            a draw is already in place, and would be lost.
+        """
+        if self.drawing:
+            raise RuntimeError("the network is at a draw already; leave `sampled_params()` before entering it again")
+        self.drawn = self.drawing = True
         draws = [p.epsilon for group in self.param_groups for p in group["params"] if hasattr(p, "epsilon")]
         for epsilon in draws:
             epsilon.normal_(generator=self.generator)
         try:
             yield
         finally:
+            self.drawing = False
             for epsilon in draws:
                 epsilon.zero_()
 

@@ -1,5 +1,6 @@
 """Bayes by Backprop: a known posterior, two private gradients of (m, rho), and what its errors say."""
 
+import copy
 import math
 
 import pytest
@@ -300,4 +301,33 @@ def test_a_draw_is_not_entered_twice_nor_stepped_in_nor_exported(tmp_path):
             optimizer.step()
         with pytest.raises(RuntimeError, match="a draw, not the mean"):
             posterior.save(tmp_path / "p", model, optimizer, architecture="mine", shape=(2,), classes=2)
+    optimizer.step()
+
+
+def test_a_joint_draw_is_not_entered_twice():
+    model = backprop.Reparameterized(network())
+    optimizer = backprop.JointBackprop(model.parameters(), 0.1, 8)
+    with optimizer.sampled_params():
+        drawn = [epsilon.clone() for epsilon in model.epsilon]
+        with pytest.raises(RuntimeError, match="at a draw already"), optimizer.sampled_params():
+            pass
+        assert all(torch.equal(now, before) for now, before in zip(model.epsilon, drawn, strict=True))
+    assert all((epsilon == 0).all() for epsilon in model.epsilon)
+
+
+@pytest.mark.parametrize("change", [copy.deepcopy, lambda model: model.double(), lambda model: model.to("meta")])
+def test_the_draws_of_a_joint_network_follow_its_copies_and_moves(change):
+    """A copy whose rho had lost its draw would be trained as a mean, silently."""
+    model = change(backprop.Reparameterized(network()))
+    optimizer = backprop.JointBackprop(model.parameters(), 0.1, 8, generator=torch.Generator().manual_seed(0))
+    for rho, epsilon in zip(model.rho, model.epsilon, strict=True):
+        assert rho.epsilon is epsilon
+        assert (epsilon.dtype, epsilon.device) == (rho.dtype, rho.device)
+    if next(model.parameters()).is_meta:
+        return
+    with optimizer.sampled_params():
+        assert all((epsilon != 0).all() for epsilon in model.epsilon)
+        x, y = examples()
+        F.cross_entropy(model(x.to(next(model.parameters()))), y).backward()
+    assert all(rho.grad.abs().sum() > 0 for rho in model.rho)
     optimizer.step()
