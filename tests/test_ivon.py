@@ -287,3 +287,30 @@ def test_a_step_inside_the_draw_raises():
         p.grad = torch.ones(2)
         with pytest.raises(RuntimeError, match="put the old mean back"):
             optimizer.step()
+
+
+def test_it_finds_the_exact_posterior_of_bayesian_linear_regression():
+    """The mean, and of the covariance what independent weights can hold: 1 / A_jj, not the larger (A^-1)_jj."""
+    n, noise, scale, steps = 40, 0.5, 2.0, 8000
+    x = torch.randn(n, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x[:, 1] = 0.8 * x[:, 0] + 0.6 * x[:, 1]
+    y = x @ torch.tensor([1.0, -0.5], dtype=torch.float64)
+    y = y + noise * torch.randn(n, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    A = x.T @ x / noise**2 + torch.eye(2, dtype=torch.float64) / scale**2
+    model = nn.Linear(2, 1, bias=False).double()
+    optimizer = IVON(
+        model.parameters(), lr=0.05, ess=n, curvature="price", hess_init=1.0, beta2=0.9995, noise_std=0.0,
+        weight_decay=1 / (n * scale**2), generator=torch.Generator().manual_seed(2),
+    )  # fmt: skip
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 0.5 * (1 + math.cos(math.pi * t / steps)))
+    for _ in range(steps):
+        with optimizer.sampled_params():
+            optimizer.zero_grad()
+            (((model(x)[:, 0] - y) ** 2).mean() / (2 * noise**2)).backward()
+        optimizer.step()
+        schedule.step()
+    sigma = optimizer.variance()[model.weight][0].sqrt()
+    exact = torch.linalg.solve(A, x.T @ y / noise**2)
+    assert ((model.weight.detach()[0] - exact).abs() < 0.1 * sigma).all()
+    torch.testing.assert_close(sigma, A.diagonal().rsqrt(), rtol=0.05, atol=0)
+    assert (torch.linalg.inv(A).diagonal().sqrt() / sigma > 1.3).all()
