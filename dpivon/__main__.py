@@ -1,4 +1,4 @@
-"""The command line of dpivon: train, epsilon, audit, compare, bench."""
+"""The command line of dpivon: train, epsilon, audit, compare, sweep, ledger, bench."""
 
 import sys
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Any
 
 import tyro
 
-from dpivon import accounting, audit, bench, compare, data, ledger, train
+from dpivon import accounting, audit, bench, compare, data, ledger, processes, records, sweep, train
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,12 @@ class Train:
     export
         write the learned posterior and its privacy statement to this file, which may be published where the
         statement says so. `dpivon.posterior.load` reads it.
+    samples_folder
+        an empty folder for the iterates that Langevin dynamics keeps, which then need no memory.
     shifted
         evaluate on corrupted and on strange images too.
+    device
+        where to train: cpu, cuda, cuda:1, ... Under `torchrun`, all processes train one model, each on its own GPU.
     """
 
     config: tyro.conf.OmitArgPrefixes[train.Config]
@@ -38,18 +42,26 @@ class Train:
     ledger: Path = Path("runs.jsonl")
     checkpoint: Path | None = None
     export: Path | None = None
+    samples_folder: Path | None = None
     shifted: bool = False
+    device: str = "cpu"
 
     def __call__(self) -> None:
         train.check_writable(self.ledger)
-        record = train.run(
-            self.config,
-            root=self.root,
-            checkpoint_path=self.checkpoint,
-            export_path=self.export,
-            shifted=self.shifted,
-            report=lambda line: print(line, flush=True),
-        )
+        with processes.joined(self.device) as device:
+            first = processes.first()
+            record = train.run(
+                self.config,
+                root=self.root,
+                checkpoint_path=self.checkpoint,
+                export_path=self.export,
+                samples_path=self.samples_folder,
+                shifted=self.shifted,
+                device=device,
+                report=(lambda line: print(line, flush=True)) if first else None,
+            )
+        if not first:
+            return
         print(summary(record), flush=True)  # first: a full disk must not hide the results
         ledger.append(self.ledger, record)
         print(f"recorded in {self.ledger} as {record['key']}")
@@ -177,7 +189,10 @@ def summary(record: dict) -> str:
     privacy = record["privacy"]
     if privacy is None:
         return "\n".join([*lines, "not private"])
-    fields = {name: privacy[name] for name in accounting.PrivacyStatement.__dataclass_fields__}
+    if "temperature" in record["results"]:
+        lines.append(f"at temperature {record['results']['temperature']:.3g}, which was chosen on examples set aside")
+    known = accounting.PrivacyStatement.__dataclass_fields__
+    fields = {name: value for name, value in privacy.items() if name in known}
     return "\n".join([*lines, str(accounting.PrivacyStatement(**fields))])
 
 
@@ -186,6 +201,8 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "epsilon": Epsilon,
     "audit": Attack,
     "compare": compare.Compare,
+    "sweep": sweep.Sweep,
+    "ledger": records.Ledger,
     "bench": bench.Bench,
 }
 

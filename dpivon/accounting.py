@@ -3,7 +3,7 @@
 import math
 import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -36,6 +36,8 @@ RDP_ORDERS = [
 
 # Below it an epsilon would be in the thousands and the accountants fail or do not end: it is reported as infinite.
 LEAST_NOISE = 0.01
+
+Event = tuple[float, float, int]  # sigma_p, q, T of the subsampled Gaussian mechanism
 
 ACCOUNTANTS: dict[str, type[IAccountant]] = {"rdp": RDPAccountant, "prv": PRVAccountant}
 
@@ -98,7 +100,14 @@ def spent(accountant: IAccountant, delta: float) -> float:
         ) from error
 
 
-def epsilon(noise_multiplier: float, sample_rate: float, steps: int, delta: float, accountant: str = "rdp") -> float:
+def epsilon(
+    noise_multiplier: float,
+    sample_rate: float,
+    steps: int,
+    delta: float,
+    accountant: str = "rdp",
+    besides: Sequence[Event] = (),
+) -> float:
     """Epsilon of T steps of the Poisson-subsampled Gaussian mechanism, for neighbors that differ in one added example.
 
     Parameters
@@ -113,6 +122,8 @@ def epsilon(noise_multiplier: float, sample_rate: float, steps: int, delta: floa
         delta_p.
     accountant
         'rdp' (Mironov et al., 2019), the paper's, or 'prv' (Gopi et al., 2021), tighter.
+    besides
+        further releases from the same data, each (sigma_p, q, T).
 
     Raises
     ------
@@ -125,10 +136,18 @@ def epsilon(noise_multiplier: float, sample_rate: float, steps: int, delta: floa
     history = new_accountant(accountant)
     if steps > 0:
         history.history = [(noise_multiplier, sample_rate, int(steps))]
+    history.history += [(sigma, q, int(t)) for sigma, q, t in besides]
     return spent(history, delta)
 
 
-def noise_for(epsilon: float, sample_rate: float, steps: int, delta: float, accountant: str = "rdp") -> float:
+def noise_for(
+    epsilon: float,
+    sample_rate: float,
+    steps: int,
+    delta: float,
+    accountant: str = "rdp",
+    besides: Sequence[Event] = (),
+) -> float:
     """The noise multiplier whose T steps cost at most epsilon, and at least epsilon - 0.01 (or 1% of it, if smaller).
 
     Parameters
@@ -137,6 +156,8 @@ def noise_for(epsilon: float, sample_rate: float, steps: int, delta: float, acco
         the budget, > 0.
     sample_rate, steps, delta, accountant
         as in `epsilon`; T >= 1.
+    besides
+        further releases from the same data, each (sigma_p, q, T), that the budget must pay for as well.
 
     Raises
     ------
@@ -149,6 +170,8 @@ def noise_for(epsilon: float, sample_rate: float, steps: int, delta: float, acco
     if steps < 1:
         raise ValueError(f"steps must be at least 1 to spend a budget, got {steps}")
     new_accountant(accountant)
+    if besides:
+        return noise_left(epsilon, sample_rate, steps, delta, accountant, besides)
     orders = {"alphas": RDP_ORDERS} if accountant == "rdp" else {}
     try:
         with quiet():
@@ -169,6 +192,28 @@ def noise_for(epsilon: float, sample_rate: float, steps: int, delta: float, acco
     return float(sigma)
 
 
+def noise_left(
+    budget: float, sample_rate: float, steps: int, delta: float, accountant: str, besides: Sequence[Event]
+) -> float:
+    """As `noise_for`, for what other releases leave of the budget: by bisection, from the side that keeps it."""
+
+    def costs(sigma: float) -> float:
+        return epsilon(sigma, sample_rate, steps, delta, accountant, besides)
+
+    low, high, most = LEAST_NOISE, 1.0, 1e6
+    while costs(high) > budget:
+        low, high = high, 2 * high
+        if high > most:
+            raise ValueError(
+                f"epsilon {budget:g} is out of reach in {steps} steps at delta {delta:g} besides {list(besides)}; take "
+                "fewer steps, a larger epsilon or delta, or more noise for the others"
+            )
+    while budget - costs(high) > min(0.01, 0.01 * budget) and high - low > 1e-9 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if costs(middle) > budget else (low, middle)
+    return high
+
+
 @dataclass(frozen=True)
 class PrivacyStatement:
     """What a reviewer needs to judge an epsilon (Ponomareva et al., 2023); `str()` prints it.
@@ -187,6 +232,12 @@ class PrivacyStatement:
         True when a seed was given.
     holdout
         how many private examples the metrics were computed on, instead of a public test set.
+    besides
+        further releases from the same examples, each (sigma_p, q, T), which epsilon includes.
+    set_aside
+        how many other examples chose a temperature, which training did not see.
+    temperature_epsilon
+        what that choice cost them; by parallel composition, epsilon is the larger of the two.
     """
 
     epsilon: float
@@ -200,6 +251,9 @@ class PrivacyStatement:
     accountant: str
     simulation: bool
     holdout: int = 0
+    besides: tuple[Event, ...] = ()
+    set_aside: int = 0
+    temperature_epsilon: float = 0.0
 
     unit = "one training example"
     neighbors = "add or remove one example"
@@ -208,15 +262,20 @@ class PrivacyStatement:
     @property
     def released(self) -> str:
         """What epsilon covers."""
-        covered = "every private gradient, and so the weights and the predictions"
+        temperature = ", the temperature" if self.set_aside else ""
+        covered = f"every private gradient{temperature}, and so the weights and the predictions"
         if self.holdout:
             return f"{covered}; not the metrics, which are of {self.holdout} held-out private examples"
         return f"{covered}, and the metrics on the public test set; not the training loss"
 
     def record(self) -> dict[str, Any]:
-        """All of it as plain values, for the ledger."""
+        """All of it as plain values, for the ledger; what only some runs have is left out where it is not."""
         fixed = {"unit": self.unit, "neighbors": self.neighbors, "sampler": self.sampler, "released": self.released}
-        return {**asdict(self), **fixed}
+        rare: dict[str, Any] = {"besides": [list(event) for event in self.besides]} if self.besides else {}
+        if self.set_aside:
+            rare |= {"set_aside": self.set_aside, "temperature_epsilon": self.temperature_epsilon}
+        values = {k: v for k, v in asdict(self).items() if k not in ("besides", "set_aside", "temperature_epsilon")}
+        return {**values, **rare, **fixed}
 
     def __str__(self) -> str:
         entropy = (
@@ -226,11 +285,13 @@ class PrivacyStatement:
         )
         if self.epsilon == math.inf:
             return "no differential privacy: the noise multiplier is 0, or almost"
-        rounded = math.ceil(self.epsilon * 1000) / 1000  # up: a smaller number would promise more than was kept
         rows = {
             "unit": f"{self.unit}; neighbors: {self.neighbors}",
             "mechanism": f"Gaussian, sigma {self.noise_multiplier:.4g}, clipping norm {self.max_grad_norm:g}, "
             f"{self.steps} steps",
+            "besides": "\n".join(f"Gaussian, sigma {sigma:.4g}, q = {q:g}, steps: {t}" for sigma, q, t in self.besides),
+            "temperature": f"exponential mechanism, epsilon {up(self.temperature_epsilon):g}, on {self.set_aside} "
+            "examples\nthat training has not seen: the larger epsilon counts",
             "sampler": f"{self.sampler}, q = {self.batch_size:g} / {self.n}",
             "accountant": self.accountant.upper(),
             "released": "\n".join(textwrap.wrap(self.released, 66)),
@@ -238,11 +299,18 @@ class PrivacyStatement:
             "not counted": "other runs on these data: each tried setting costs its own;\n"
             "a stop that was chosen by looking at diagnostics",
         }
-        lines = [f"({rounded:g}, {self.delta:g})-differential privacy"]
+        lines = [f"({up(self.epsilon):g}, {self.delta:g})-differential privacy"]
         for name, text in rows.items():
+            if not text or (name == "temperature" and not self.set_aside):
+                continue
             first, *rest = text.split("\n")
             lines += [f"  {name:12s} {first}", *(" " * 15 + line for line in rest)]
         return "\n".join(lines)
+
+
+def up(epsilon: float) -> float:
+    """Three decimals, rounded up: a smaller number would promise more than was kept."""
+    return math.ceil(epsilon * 1000) / 1000
 
 
 def statement(
@@ -256,8 +324,13 @@ def statement(
     accountant: str = "rdp",
     simulation: bool,
     holdout: int = 0,
+    besides: Sequence[Event] = (),
+    set_aside: int = 0,
+    temperature_epsilon: float = 0.0,
 ) -> PrivacyStatement:
     """The privacy statement of T steps; epsilon is computed here, from the same numbers that are stated.
+
+    It is that of the steps and of `besides` together, or `temperature_epsilon`, if that is larger.
 
     Raises
     ------
@@ -272,7 +345,8 @@ def statement(
             "publishing somebody's example"
         )
     q = batch_size / n
-    spent_epsilon = epsilon(noise_multiplier, q, steps, delta, accountant)
+    spent_epsilon = max(epsilon(noise_multiplier, q, steps, delta, accountant, besides), temperature_epsilon)
     return PrivacyStatement(
-        spent_epsilon, delta, noise_multiplier, q, steps, max_grad_norm, batch_size, n, accountant, simulation, holdout
-    )
+        spent_epsilon, delta, noise_multiplier, q, steps, max_grad_norm, batch_size, n, accountant, simulation, holdout,
+        tuple(besides), set_aside, temperature_epsilon,
+    )  # fmt: skip

@@ -20,7 +20,7 @@ from opacus.accountants.analysis import gdp
 from scipy import optimize, stats
 from torch import Tensor, nn
 
-from dpivon import adaptive, backprop, data, mechanism, models, predict, train
+from dpivon import adaptive, backprop, data, ensemble, mechanism, models, predict, train
 
 STEEP = 1e3  # the norm of a canary's gradient before clipping: far above any clipping norm in use
 
@@ -234,12 +234,18 @@ class Logits(nn.Module):
         return self.model(x)[0]
 
 
-def canary_weights(model: nn.Module) -> nn.Parameter:
-    """The canaries' weights in a run's network; their means, where the method put a distribution in their place."""
+def canary_weights(model: nn.Module) -> list[nn.Parameter]:
+    """The canaries' weights in a run's network; their means, where the method put a distribution in their place.
+
+    An ensemble has them once for each member that the canaries train.
+    """
+    if isinstance(model, ensemble.Ensemble):
+        trained = model.members[:1] if model.shards else model.members  # the place of a blank image is 0
+        return [canary for member in trained for canary in canary_weights(member)]
     if isinstance(model, backprop.Reparameterized):
-        return model.m[model.names.index("canary")]
+        return [model.m[model.names.index("canary")]]
     assert isinstance(model.canary, nn.Parameter)
-    return model.canary
+    return [model.canary]
 
 
 def canary_loss(output: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
@@ -372,7 +378,7 @@ def full_batch(
 
 
 def started(config: train.Config, images: data.Images, canaries: int, planted: data.Images) -> train.Run:
-    """The run of `config` on the planted data, ready to be trained by `train.train`.
+    """The run of `config` on the planted data, ready to be trained by `train.train`. No example is set aside.
 
     Raises
     ------
@@ -442,17 +448,18 @@ def white_box(
     now = started(train.resolve(config), images, canaries, plant(images, included))
     if change is not None:
         change(now)
-    canary = canary_weights(now.model)
+    weights = canary_weights(now.model)
     total = torch.zeros(canaries)
 
     def look(*_: Any) -> None:
-        assert canary.grad is not None
-        total.add_(canary.grad)
+        for p in weights:
+            assert p.grad is not None
+            total.add_(p.grad)
 
     now.optimizer.register_step_pre_hook(look)
     train.train(now, None, report or (lambda line: None))
-    state = now.optimizer.state[canary]
-    scores = {"gradients": total, "weights": -canary.detach()}
+    state = now.optimizer.state[weights[0]]
+    scores = {"gradients": total, "weights": -torch.stack([p.detach() for p in weights]).sum(0)}
     scores |= {name: state[name].detach().clone() for name in ("h", "second_moment") if name in state}
     return concluded(now, scores, included, significance)
 

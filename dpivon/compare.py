@@ -11,6 +11,7 @@ from dpivon import data, ledger, train
 from dpivon.methods import METHODS
 
 SHOWN = ("accuracy", "nll", "ece", "overconfidence")
+COSTS = ("numbers kept", "train s", "predict s", "memory MiB")
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,9 @@ class Compare:
             a name is unknown, a method is not private, or there is nothing to run.
         """
         names = self.methods or tuple(name for name, method in METHODS.items() if method.private)
+        for epsilon in self.epsilon:
+            if not 0 < epsilon < math.inf:
+                raise ValueError(f"epsilon must be finite and > 0, got {epsilon}; each is a budget")
         if self.seeds < 1 or not self.epsilon:
             raise ValueError(f"need at least one seed and one budget, got {self.seeds} and {self.epsilon}")
         base = train.Config(data=self.data, model=self.model, epochs=self.epochs)  # type: ignore[arg-type]
@@ -120,7 +124,7 @@ def by_method(records: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any
 
 def table(records: Sequence[dict[str, Any]]) -> list[str]:
     """Lines of text: a row for each method, with its metrics and what it costs."""
-    heads = "".join(f"{head:>16s}" for head in (*SHOWN[:3], "conf. - acc.", "numbers kept", "train s", "predict s"))
+    heads = "".join(f"{head:>16s}" for head in (*SHOWN[:3], "conf. - acc.", *COSTS))
     lines = [f"{'method':20s}{heads}"]
     for name, group in by_method(records).items():
         cells = []
@@ -131,9 +135,17 @@ def table(records: Sequence[dict[str, Any]]) -> list[str]:
         seconds = statistics.median(r["seconds"] for r in group)
         lines.append(
             f"{name:20s}"
-            + "".join(f"{c:>16s}" for c in (*cells, f"{cost[0]:,.0f}", f"{seconds:.1f}", f"{cost[1]:.2f}"))
+            + "".join(
+                f"{c:>16s}" for c in (*cells, f"{cost[0]:,.0f}", f"{seconds:.1f}", f"{cost[1]:.2f}", memory(group))
+            )
         )
     return lines
+
+
+def memory(records: Sequence[dict[str, Any]]) -> str:
+    """The largest peak of training's memory, in MiB; a dash where the system did not tell."""
+    known = [r["cost"]["memory_mib"] for r in records if r["cost"].get("memory_mib") is not None]
+    return f"{max(known):.0f}" if known else "-"
 
 
 def draw(records: Sequence[dict[str, Any]], path: Path) -> None:

@@ -16,7 +16,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import IO, Any, ClassVar
@@ -120,6 +120,22 @@ class Images:
     def n(self) -> int:
         """Number of training examples, the :math:`N` of the sampling rate :math:`q = b / N`."""
         return len(self.x_train)
+
+    def to(self, device: torch.device | str) -> "Images":
+        """The same images on a device, such as "cuda".
+
+        Raises
+        ------
+        ValueError
+            If there is no such device here.
+        """
+        device = torch.device(device)
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"device {str(device)!r} is not here ({torch.cuda.device_count()} GPUs); use 'cpu'")
+        if device == self.x_train.device:
+            return self
+        names = ("x_train", "y_train", "x_test", "y_test")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
     @cached_property
     def fingerprint(self) -> str:

@@ -6,9 +6,15 @@ The noise may do two jobs. What the mechanism has put into `p.grad` for privacy 
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import safetensors
+import safetensors.torch
 import torch
+from torch import Tensor, nn
+
+from dpivon import checkpoint
 
 
 class SGLD(torch.optim.Optimizer):
@@ -18,7 +24,8 @@ class SGLD(torch.optim.Optimizer):
         \\operatorname{Var} \\xi = \\max\\left(\\frac{2 \\alpha \\tau}{N_{\\rm ess}} - \\alpha^2 s^2,\\, 0\\right)
 
     With g the gradient of a mean loss, the iterates sample the density below as the learning rate becomes small, if the
-    privacy noise s is no more than the dynamics needs. From the second half of the run, `samples` iterates are kept.
+    privacy noise s is no more than the dynamics needs. From the second half of the run, `samples` iterates are kept, in
+    memory, or, where the attribute `folder` is set, in a file each, so that memory does not grow with their number.
 
     .. math:: p(\\theta) \\propto \\exp\\left(-\\frac{N_{\\rm ess}}{\\tau}
         \\left(\\bar\\ell(\\theta) + \\tfrac12 \\delta_v \\|\\theta\\|^2\\right)\\right)
@@ -71,6 +78,7 @@ class SGLD(torch.optim.Optimizer):
                 raise ValueError(f"{name} must be finite and >= 0, got {value}")
         super().__init__(params, {"lr": lr, "ess": ess, **settings})
         self.generator = generator
+        self.folder: str | None = None
         first, apart = steps // 2, max(1, (steps - steps // 2) // max(samples, 1))
         self.keep = range(steps, first, -apart)[:samples]
 
@@ -93,9 +101,77 @@ class SGLD(torch.optim.Optimizer):
                 state["step"] = state.get("step", 0) + 1
                 noise = torch.randn(p.shape, generator=self.generator, dtype=p.dtype, device=p.device)
                 p.sub_(lr * (p.grad + group["weight_decay"] * p)).add_(noise, alpha=std)
-                if state["step"] in self.keep:
+                if state["step"] in self.keep and self.folder is None:
                     kept = state.get("samples", p.new_empty(0, *p.shape))
                     state["samples"] = torch.cat([kept, p.detach().unsqueeze(0)])
+        parameters = [p for group in self.param_groups for p in group["params"] if self.state[p]]
+        if self.folder is not None and parameters and (now := self.state[parameters[0]]["step"]) in self.keep:
+            write(self.folder, now, parameters)
+
+
+def write(folder: str | Path, step: int, parameters: list[Any]) -> None:
+    """Write an iterate into a file of its own, whole or not at all; what was released may be published."""
+    tensors = {f"{i:04}": p.detach().cpu().contiguous() for i, p in enumerate(parameters)}
+    checkpoint.write(Path(folder) / f"{step:08}.safetensors", safetensors.torch.save(tensors), secret=False)
+
+
+class Stored:
+    """Iterates in a folder as a posterior to predict with, of which one is in memory at a time: as `Kept`.
+
+    Parameters
+    ----------
+    parameters
+        which the iterates are put into, in the order in which they were written: the trainable ones of the model.
+    folder
+        that an `SGLD` with this `folder` has written.
+
+    Raises
+    ------
+    ValueError
+        the folder holds no iterate.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], folder: str | Path) -> None:
+        self.parameters, self.next = list(parameters), 0
+        self.files = sorted(Path(folder).glob("*.safetensors"))
+        if not self.files:
+            raise ValueError(f"{folder} holds no iterate: SGLD writes them in the second half of its `steps`")
+
+    @contextmanager
+    def sampled_params(self) -> Iterator[None]:
+        """Within, the parameters are a stored iterate, the next with each use; after, what they were.
+
+        Raises
+        ------
+        ValueError
+            a file is damaged, or of another network.
+        """
+        file = self.files[self.next % len(self.files)]
+        self.next += 1
+        try:
+            values = list(dict(sorted(safetensors.torch.load_file(file).items())).values())
+        except safetensors.SafetensorError as error:
+            raise ValueError(
+                f"{file} is not a whole iterate ({error}); resume the run, which writes it anew"
+            ) from error
+        if [v.shape for v in values] != [p.shape for p in self.parameters]:
+            raise ValueError(f"{file} does not fit this network; take the one that the run trained")
+        now = [p.detach().clone() for p in self.parameters]
+        try:
+            with torch.no_grad():
+                for p, value in zip(self.parameters, values, strict=True):
+                    p.copy_(value)
+            yield
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(self.parameters, now)
+
+
+def kept(model: nn.Module, optimizer: SGLD) -> Any:
+    """The iterates that the optimizer has kept, wherever it keeps them."""
+    if optimizer.folder is None:
+        return Kept(optimizer)
+    return Stored([p for p in model.parameters() if p.requires_grad], optimizer.folder)
 
 
 class Kept:

@@ -3,6 +3,7 @@
 import fcntl
 import hashlib
 import json
+import math
 import os
 import platform
 import subprocess
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from dpivon import accounting
 
 SCHEMA = 1
 FIELDS: dict[str, Any] = {
@@ -29,6 +32,9 @@ FIELDS: dict[str, Any] = {
     "seconds": (int, float),
     "time": str,
 }
+# What a line may also have; nothing that is there without it, so the schema is the same.
+OPTIONAL: dict[str, Any] = {"cost": dict, "error": str}
+STATUSES = ("finished", "interrupted", "failed")
 
 
 class LedgerError(ValueError):
@@ -46,19 +52,51 @@ def key(config: Mapping[str, Any], recipe: int) -> str:
 
 
 def validate(record: Any) -> None:
-    """Raise LedgerError unless `record` has every field of the schema, of its type, and its own key."""
+    """Raise LedgerError unless `record` has every field of the schema, of its type, and its own key.
+
+    A record whose status is 'failed' has no results, and its error instead.
+    """
     if not isinstance(record, dict):
         raise LedgerError(f"a record must be an object, got {type(record).__name__}")
     missing = FIELDS.keys() - record.keys()
     if missing:
         raise LedgerError(f"the record lacks {', '.join(sorted(missing))}")
-    for field, kind in FIELDS.items():
-        if not isinstance(record[field], kind):
+    for field, kind in {**FIELDS, **OPTIONAL}.items():
+        if field in record and not isinstance(record[field], kind):
             raise LedgerError(f"field {field!r} has the wrong type: {record[field]!r}")
     if record["schema"] != SCHEMA:
         raise LedgerError(f"schema {record['schema']} is not {SCHEMA}; a newer dpivon may read it")
     if record["key"] != key(record["config"], record["recipe"]):
         raise LedgerError(f"key {record['key']} does not belong to the record's configuration and recipe")
+    if record["status"] not in STATUSES:
+        raise LedgerError(f"status {record['status']!r} is none of {', '.join(STATUSES)}")
+    if (record["status"] == "failed") != ("error" in record):
+        raise LedgerError(f"a record has an error if and only if it failed, and this one is {record['status']}")
+
+
+def check(record: Mapping[str, Any]) -> None:
+    """Raise LedgerError unless a record's epsilon follows from its own sigma_p, q = b / N and T.
+
+    Further releases from the same examples, and the choice of a temperature on others, are counted as the record says.
+    A method that is not private has no epsilon, and nothing to check.
+    """
+    p = record["privacy"]
+    if p is None:
+        return
+    if p["sample_rate"] != p["batch_size"] / p["n"]:
+        raise LedgerError(f"{record['key']}: sample_rate is {p['sample_rate']}, not {p['batch_size']} / {p['n']}")
+    if p["steps"] != record["results"]["steps"]:
+        raise LedgerError(f"{record['key']}: {record['results']['steps']} steps were done, {p['steps']} accounted for")
+    for name in ("batch_size", "delta", "accountant", "max_grad_norm"):
+        if p[name] != record["config"][name]:
+            raise LedgerError(f"{record['key']}: {name} is {record['config'][name]} in config, {p[name]} in privacy")
+    besides = [tuple(event) for event in p.get("besides", ())]
+    steps = accounting.epsilon(
+        p["noise_multiplier"], p["sample_rate"], p["steps"], p["delta"], p["accountant"], besides
+    )
+    again = max(steps, p.get("temperature_epsilon", 0.0))
+    if not math.isclose(again, p["epsilon"], rel_tol=1e-6):
+        raise LedgerError(f"{record['key']}: epsilon is recorded as {p['epsilon']}, and computed again it is {again}")
 
 
 def append(path: str | Path, record: Mapping[str, Any]) -> None:

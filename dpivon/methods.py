@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from dpivon import adaptive, langevin
+from dpivon import adaptive, ensemble, iterates, langevin, laplace
 from dpivon import backprop as bayes
 from dpivon.dropout import Masks, add
 from dpivon.ivon import IVON
@@ -16,6 +16,11 @@ from dpivon.ivon import IVON
 def unchanged(model: nn.Module) -> nn.Module:
     """The network as it is."""
     return model
+
+
+def same(loss: Any) -> Any:
+    """The loss as it is."""
+    return loss
 
 
 def optimizer_itself(model: nn.Module, optimizer: Any) -> Any:
@@ -45,6 +50,10 @@ class Method:
         the fields of the configuration that it takes.
     posterior
         ``posterior(model, optimizer)`` has the `sampled_params()` that prediction draws from.
+    loss
+        ``loss(f)`` is the loss of the method's network, where f is that of the network it was made of.
+    probe
+        ``probe(model)`` has the gradient that is released once more after training; the posterior learns from it.
     """
 
     private: bool
@@ -55,6 +64,8 @@ class Method:
     network: Callable[..., Any] = unchanged
     network_settings: tuple[str, ...] = ()
     posterior: Callable[..., Any] = optimizer_itself
+    loss: Callable[..., Any] = same
+    probe: Callable[..., Any] | None = None
 
 
 def sgd(private: bool) -> Method:
@@ -82,7 +93,7 @@ def sgld(private: bool) -> Method:
     defaults = {"temperature": 1.0, "weight_decay": 2e-4, "samples": 32}
     return Method(
         private, langevin.SGLD, (*defaults, "ess"), defaults, {"digits": 0.5, "cifar10": 1.0},
-        posterior=lambda model, optimizer: langevin.Kept(optimizer),
+        posterior=langevin.kept,
     )  # fmt: skip
 
 
@@ -108,6 +119,38 @@ def mc_dropout(private: bool) -> Method:
     )  # fmt: skip
 
 
+def last_layer_laplace(private: bool) -> Method:
+    """A row for gradient descent with a Laplace approximation of the last layer after it."""
+    plain = sgd(private)
+    return replace(
+        plain, defaults={**plain.defaults, "weight_decay": 1e-3, "samples": 32},
+        settings=(*plain.settings, "ess"), optimizer=laplace.sgd, probe=laplace.Probe, posterior=laplace.Laplace,
+    )  # fmt: skip
+
+
+def averaged(row: Method, optimizer: Callable[..., Any], slower: float = 1.0) -> Method:
+    """The row with a mean of iterates at its end, for which the learning rate stays constant."""
+    lr = {name: value / slower for name, value in row.lr.items()}
+    return replace(row, optimizer=optimizer, lr=lr, defaults={**row.defaults, "schedule": "constant"})
+
+
+def tempered(row: Method) -> Method:
+    """The row with a temperature that is chosen after training, on a tenth of the examples."""
+    return replace(row, defaults={**row.defaults, "calibration": 0.1})
+
+
+def deep_ensemble(private: bool, shards: bool = False) -> Method:
+    """A row for an ensemble in one mechanism, whose members see all examples, or each its own share of them."""
+    plain = sgd(private)
+    return replace(
+        plain, defaults={**plain.defaults, "members": 4},
+        optimizer=ensemble.sgd if shards else adaptive.sgd,
+        settings=(*plain.settings, "members") if shards else plain.settings,
+        network=partial(ensemble.Ensemble, shards=shards), network_settings=("members",), loss=ensemble.summed,
+        lr={"digits": 1.0, "cifar10": 2.0} if shards else plain.lr,
+    )  # fmt: skip
+
+
 METHODS = {
     "sgd": sgd(private=False),
     "adam": moments(adaptive.adam, private=False),
@@ -115,6 +158,10 @@ METHODS = {
     "sgld": sgld(private=False),
     "bbp": backprop(private=False),
     "mc-dropout": mc_dropout(private=False),
+    "sgd-average": averaged(sgd(private=False), iterates.sgd, slower=2),
+    "sgd-tempered": tempered(sgd(private=False)),
+    "laplace": last_layer_laplace(private=False),
+    "ensemble": deep_ensemble(private=False),
     "dp-sgd": sgd(private=True),
     "dp-adam": moments(adaptive.adam),
     "dp-rmsprop": moments(adaptive.rmsprop),
@@ -129,6 +176,12 @@ METHODS = {
     "dp-bbp": backprop(private=True),
     "dp-bbp-joint": backprop(private=True, joint=True),
     "dp-mc-dropout": mc_dropout(private=True),
+    "dp-sgd-tempered": tempered(sgd(private=True)),
+    "dp-laplace": last_layer_laplace(private=True),
+    "dp-sgd-average": averaged(sgd(private=True), iterates.sgd, slower=2),
+    "dp-bbp-average": averaged(backprop(private=True), iterates.bayes_by_backprop),
+    "dp-ensemble": deep_ensemble(private=True),
+    "dp-ensemble-shards": deep_ensemble(private=True, shards=True),
 }
 
 

@@ -4,6 +4,7 @@ No generator's state, momentum or curvature goes in, and reading it executes no 
 """
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dpivon import checkpoint, models, predict
+from dpivon.temperature import scaled
 
 FORMAT = "dpivon-posterior-1"  # the one key of the file's metadata: with two, their order would be by chance
 
@@ -36,6 +38,8 @@ class Posterior:
         the privacy statement of the training run, as it is recorded; None where there is none.
     generator
         source of the draws; None is torch's global one.
+    temperature
+        by which predictions are scaled, see `temperature.scaled`.
     """
 
     model: nn.Module
@@ -45,6 +49,7 @@ class Posterior:
     classes: int
     privacy: dict[str, Any] | None = None
     generator: torch.Generator | None = None
+    temperature: float = 1.0
 
     @contextmanager
     def sampled_params(self) -> Iterator[None]:
@@ -66,7 +71,7 @@ class Posterior:
 
     def log_probs(self, x: Tensor, samples: int = 32) -> Tensor:
         """Log probabilities (n, classes) for inputs (n, ...), averaged over draws; at the mean where `samples` is 0."""
-        return predict.log_probs(self.model, x, self, samples)
+        return scaled(predict.log_probs(self.model, x, self, samples), self.temperature)
 
 
 def save(
@@ -78,6 +83,7 @@ def save(
     shape: tuple[int, ...],
     classes: int,
     privacy: dict[str, Any] | None = None,
+    temperature: float = 1.0,
 ) -> None:
     """Write the posterior of `optimizer` around the mean in `model` to `path`, whole or not at all.
 
@@ -95,6 +101,8 @@ def save(
         as for `models.build`.
     privacy
         the record of a privacy statement, to travel with the weights.
+    temperature
+        by which predictions are to be scaled.
 
     Raises
     ------
@@ -117,6 +125,8 @@ def save(
     if bad:
         raise ValueError(f"{bad[0]!r} is not finite: training diverged; lower the learning rate")
     about = {"architecture": architecture, "shape": list(shape), "classes": classes, "privacy": privacy}
+    if temperature != 1:
+        about["temperature"] = temperature
     metadata = {FORMAT: json.dumps(about)}
     copies = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     checkpoint.write(path, safetensors.torch.save(copies, metadata), secret=False)
@@ -148,7 +158,9 @@ def load(path: str | Path, model: nn.Module | None = None) -> Posterior:
     try:
         about = json.loads(metadata[FORMAT])
         architecture, shape, classes, privacy = (about[k] for k in ("architecture", "shape", "classes", "privacy"))
+        temperature = float(about.get("temperature", 1.0))
         whole = isinstance(architecture, str) and all(type(size) is int for size in (*shape, classes))
+        whole = whole and 0 < temperature < math.inf
     except (ValueError, TypeError, KeyError):
         whole = False
     if not whole:
@@ -172,4 +184,4 @@ def load(path: str | Path, model: nn.Module | None = None) -> Posterior:
     wrong = [name for name, value in variance.items() if name not in mean or value.shape != mean[name].shape]
     if wrong or any(not (value >= 0).all() for value in variance.values()):
         raise ValueError(f"{path} holds variances that are negative or belong to no weight; export it anew")
-    return Posterior(model.eval(), variance, architecture, tuple(shape), classes, privacy)
+    return Posterior(model.eval(), variance, architecture, tuple(shape), classes, privacy, temperature=temperature)

@@ -29,7 +29,17 @@ def losses(log_probs: Tensor, y: Tensor) -> Tensor:
     """For each candidate, the sum over examples of the loss, cut off at `WORST`: sensitivity `WORST`, add or remove.
 
     A loss that is not a number counts as the worst, or one example would prevent any choice.
+
+    Raises
+    ------
+    ValueError
+        a label is no class.
     """
+    classes = log_probs.shape[1]
+    if len(y) and not (y.min() >= 0 and y.max() < classes):
+        raise ValueError(
+            f"labels must be from 0 to {classes - 1}, one for each column, got {int(y.min())} to {int(y.max())}"
+        )
     each = [F.nll_loss(scaled(log_probs.double(), t), y, reduction="none") for t in CANDIDATES]
     return torch.stack(each).nan_to_num(WORST).clamp(0, WORST).sum(1)
 

@@ -1,5 +1,7 @@
 """One run: a configuration in, a recorded result out. One loop serves every method."""
 
+import ctypes
+import gc
 import hashlib
 import inspect
 import math
@@ -8,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,20 +25,24 @@ from tqdm import tqdm
 from dpivon import (
     accounting,
     adaptive,
-    backprop,
     checkpoint,
     curvature,
     data,
+    langevin,
+    laplace,
     ledger,
     mechanism,
     metrics,
     models,
     posterior,
     predict,
+    processes,
     shift,
+    temperature,
 )
+from dpivon.assignment import place
 from dpivon.mechanism import Loss
-from dpivon.methods import get
+from dpivon.methods import get, unchanged
 
 # Raise it when a change alters the numbers of a run: what was recorded under the old number is then stale.
 RECIPE = 2
@@ -44,8 +50,11 @@ RECIPE = 2
 # What some methods read and others do not.
 SETTINGS = (
     "beta1", "beta2", "weight_decay", "damping", "hess_init", "ess", "scale", "temperature", "prior_scale",
-    "sigma_init", "dropout",
+    "sigma_init", "dropout", "members",
 )  # fmt: skip
+
+# Of `assignment.place`, by which examples are set aside: a share is met to a thousandth.
+PLACES = 1000
 
 # What each data set uses where the configuration is silent. Chosen on public data; see chapter 2.
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -87,7 +96,7 @@ class Config:
     beta2
         decay of the second moment or of the curvature.
     schedule
-        'cosine' to zero, or 'constant'.
+        'cosine' to zero, or 'constant'; cosine, but constant for averages of iterates.
     weight_decay
         strength of the Gaussian prior's term, added after the noise; delta_v of IVON.
     damping
@@ -105,8 +114,13 @@ class Config:
         standard deviation of its weights at the start.
     dropout
         rate of dropout.
+    members
+        M, the networks of an ensemble.
     samples
         posterior draws to average in prediction, besides the prediction at the mean; 0 for none.
+    calibration
+        share of the training examples that training leaves out, to choose a temperature for the predictions after it,
+        in (0, 1); an example's pixels decide (see `assignment.place`). None leaves the predictions as they are.
     holdout
         evaluate on this many training examples, left out of training, instead of the test set (for tuning).
     seed
@@ -126,7 +140,7 @@ class Config:
     lr: float | None = None
     beta1: float | None = None
     beta2: float | None = None
-    schedule: Literal["cosine", "constant"] = "cosine"
+    schedule: Literal["cosine", "constant"] | None = None
     weight_decay: float | None = None
     damping: float | None = None
     hess_init: float | None = None
@@ -136,7 +150,9 @@ class Config:
     prior_scale: float | None = None
     sigma_init: float | None = None
     dropout: float | None = None
+    members: int | None = None
     samples: int | None = None
+    calibration: float | None = None
     holdout: int = 0
     seed: int | None = None
 
@@ -161,7 +177,13 @@ def resolve(config: Config) -> Config:
     unread = [name for name in SETTINGS if name not in read and getattr(config, name) is not None]
     if unread:
         raise ValueError(f"{config.method!r} does not read {', '.join(unread)}; it reads {', '.join(read)}")
-    defaults = {"samples": 0, **DEFAULTS[config.data], "lr": method.lr[config.data], **method.defaults}
+    defaults = {
+        "samples": 0,
+        "schedule": "cosine",
+        **DEFAULTS[config.data],
+        "lr": method.lr[config.data],
+        **method.defaults,
+    }
     filled = {name: value for name, value in defaults.items() if getattr(config, name) is None}
     if private and config.epsilon is None and config.noise_multiplier is None:
         filled["epsilon"] = 3.0
@@ -176,17 +198,24 @@ def resolve(config: Config) -> Config:
             raise ValueError(f"{name} must be 0, or between 1e-9 and {largest:g} in size, got {value}")
     if not 0 < config.epochs < math.inf:
         raise ValueError(f"epochs must be finite and > 0, got {config.epochs}")
+    if config.calibration is not None and not 0 < config.calibration < 1:
+        raise ValueError(f"calibration must be between 0 and 1, a share of the examples, got {config.calibration}")
     if config.seed is not None and config.seed < 0:
         raise ValueError(f"seed must be >= 0, got {config.seed}")
     return config
 
 
-def source(seed: int | None, purpose: str) -> torch.Generator:
+def source(seed: int | None, purpose: str, device: torch.device | str = "cpu") -> torch.Generator:
     """A random generator for one purpose, so that methods which share a seed share noise, batches and weights."""
     if seed is None:
-        return mechanism.new_generator()
+        return mechanism.new_generator(device=device)
     digest = hashlib.sha256(f"{seed}/{purpose}".encode()).digest()
-    return mechanism.new_generator(int.from_bytes(digest[:8], "big") >> 1)
+    return mechanism.new_generator(int.from_bytes(digest[:8], "big") >> 1, device)
+
+
+def layers_source(device: torch.device) -> torch.Generator:
+    """The global generator that layers on the device draw from, such as dropout."""
+    return torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
 
 
 @contextmanager
@@ -220,7 +249,9 @@ class Run:
     model
         another network than the configuration names.
     loss
-        another loss than the cross-entropy.
+        another loss of the network than the cross-entropy.
+    calibration
+        examples that are not in `images`, to choose a temperature on after the last step.
 
     Attributes
     ----------
@@ -232,10 +263,19 @@ class Run:
         T.
     step
         how many are done.
+    besides
+        what else the accountant has counted, each (sigma_p, q, T).
+    temperature
+        of the predictions; None before it is chosen.
     """
 
     def __init__(
-        self, config: Config, images: data.Images, model: nn.Module | None = None, loss: Loss = F.cross_entropy
+        self,
+        config: Config,
+        images: data.Images,
+        model: nn.Module | None = None,
+        loss: Loss = F.cross_entropy,
+        calibration: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         assert config.model is not None
         assert config.batch_size is not None
@@ -246,12 +286,24 @@ class Run:
         self.config, self.images, self.step = config, images, 0
         mechanism.check_batch_size(config.batch_size, images.n)
         self.steps = max(1, round(config.epochs * images.n / config.batch_size))
-        purposes = ("weights", "batches", "noise", "layers", "posterior")
-        self.sources = {name: source(config.seed, name) for name in purposes}
+        self.device = device = images.x_train.device  # training happens where the data lies
+        if processes.ranks()[1] > 1 and not method.private:
+            raise ValueError(
+                f"only the mechanism adds up the gradients of several processes; {config.method!r} has none"
+            )
+        self.sources = {name: source(config.seed, processes.own(name)) for name in ("batches", "layers")}
+        self.sources |= {"weights": processes.share(source(config.seed, "weights"))}
+        self.sources |= {name: processes.share(source(config.seed, name, device)) for name in ("noise", "posterior")}
+        self.calibration, self.concluded = calibration, False
+        self.temperature: float | None = None
+        self.temperature_epsilon = 0.0
+        if calibration is not None:
+            self.sources["temperature"] = processes.share(source(config.seed, "temperature", device))
         weights = self.sources["weights"].initial_seed()
         self.model = model or models.build(config.model, images.shape, images.classes, weights)
         self.model = method.network(self.model, **{name: getattr(config, name) for name in method.network_settings})
-        self.loss = loss
+        self.model.to(device)
+        self.loss = method.loss(loss)
         settings = {name: getattr(config, name) for name in method.settings}
         if "ess" in settings and config.ess is None:
             settings["ess"] = float(images.n)
@@ -266,12 +318,14 @@ class Run:
         self.dp = None
         self.gradient: Callable[..., mechanism.Diagnostics] = mechanism.plain_gradient
         self.noise_multiplier = config.noise_multiplier
+        self.besides: list[accounting.Event] = []
+        self.planned: list[accounting.Event] = []
         if method.private:
+            q, promise = config.batch_size / images.n, (config.delta, config.accountant)
+            if method.probe is not None:
+                self.planned = [(self.probe_noise(q), 1.0, 1)]
             if config.epsilon is not None:
-                q = config.batch_size / images.n
-                self.noise_multiplier = accounting.noise_for(
-                    config.epsilon, q, self.steps, config.delta, config.accountant
-                )
+                self.noise_multiplier = accounting.noise_for(config.epsilon, q, self.steps, *promise, self.planned)
             assert self.noise_multiplier is not None
             self.dp = mechanism.mechanism(
                 self.optimizer,
@@ -288,6 +342,59 @@ class Run:
                 group["noise_std"] = 0.0
             if settings.get("damping", 0) is None:
                 group["damping"] = max(adaptive.noise_floor(group["noise_std"], self.steps, group["beta2"]), 1e-8)
+
+    def probe_noise(self, sample_rate: float) -> float:
+        """The noise multiplier of the release after training, for a tenth of the budget, see `laplace.sigma`."""
+        config, budget = self.config, self.config.epsilon
+        promise = (config.delta, config.accountant)
+        if budget is None:
+            assert config.noise_multiplier is not None
+            budget = accounting.epsilon(config.noise_multiplier, sample_rate, self.steps, *promise)
+        return 0.0 if budget == math.inf else laplace.sigma(accounting.noise_for(budget, 1.0, 1, *promise))
+
+    def conclude(self) -> None:
+        """Release, once, what a method needs besides the weights: the gradient of its probe, and a temperature.
+
+        Only after the last step, since a second release would not be counted; a resumed run repeats the same one.
+        """
+        if self.concluded:
+            return
+        self.concluded = True
+        method, n, clip = get(self.config.method), self.images.n, self.config.max_grad_norm
+        assert clip is not None
+        if method.probe is not None:
+            probe = method.probe(self.model)
+            private = self.dp is not None
+            dp = mechanism.mechanism(
+                torch.optim.SGD([probe.v], lr=1.0),
+                noise_multiplier=self.planned[0][0] if private else 0.0,
+                max_grad_norm=clip if private else 1e9,  # which clips nothing
+                batch_size=n,
+                n=n,
+                accountant=self.accountant if private else None,
+                generator=self.sources["noise"],
+            )
+            (everyone,) = mechanism.poisson_batches(n, n, 1, self.sources["batches"])  # this process's part, q = 1
+            part = everyone if len(everyone) < n else slice(None)  # a slice copies nothing
+            x, y = self.images.x_train[part], self.images.y_train[part]
+            mechanism.private_gradient(probe, laplace.mean_product, x, y, dp)
+            self.posterior().learn(probe)
+            self.besides = self.planned
+        if self.calibration is not None:
+            inputs, y = self.calibration
+            log_probs = predict.log_probs(self.model, inputs, self.posterior(), self.config.samples or 0)
+            privacy = self.statement()
+            if privacy is None:
+                self.temperature = temperature.best(log_probs, y)
+            else:
+                self.temperature_epsilon = min(privacy.epsilon, 1e6)
+                self.temperature = temperature.private(
+                    log_probs, y, self.temperature_epsilon, self.sources["temperature"]
+                )
+
+    def scaled(self, log_probs: Tensor) -> Tensor:
+        """The predictions at the run's temperature, if it has one."""
+        return log_probs if self.temperature is None else temperature.scaled(log_probs, self.temperature)
 
     def posterior(self) -> Any:
         """What prediction draws the weights from, by its `sampled_params()`."""
@@ -326,6 +433,9 @@ class Run:
             accountant=config.accountant,
             simulation=config.seed is not None,
             holdout=config.holdout,
+            besides=self.besides,
+            set_aside=0 if self.calibration is None or self.temperature is None else len(self.calibration[1]),
+            temperature_epsilon=self.temperature_epsilon,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -337,20 +447,24 @@ class Run:
             "schedule": self.schedule.state_dict(),
             "history": [list(entry) for entry in self.accountant.history],
             "sources": {name: generator.get_state() for name, generator in self.sources.items()},
-            "layers": torch.get_rng_state(),
+            "layers": layers_source(self.device).get_state(),
             "trace": self.trace,
             "identity": self.identity(),
         }
 
     def identity(self) -> dict[str, Any]:
         """What must be the same for a resumed run to be the same run; so must the hardware, to the last bit."""
+        aside = [hashlib.sha256(t.cpu().numpy().tobytes()).hexdigest() for t in self.calibration or ()]
         return {
+            **({"set aside": aside} if aside else {}),
             "config": asdict(self.config),
             "recipe": RECIPE,
             "data": self.images.fingerprint,
             "noise_multiplier": self.noise_multiplier,
             "torch": str(torch.__version__),
             "threads": torch.get_num_threads(),
+            "device": self.device.type,
+            "processes": mechanism.ranks()[1],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -377,7 +491,7 @@ class Run:
         self.accountant.history = [tuple(entry) for entry in state["history"]]
         for name, saved in state["sources"].items():
             self.sources[name].set_state(saved)
-        torch.set_rng_state(state["layers"])
+        layers_source(self.device).set_state(state["layers"])
         self.trace = state["trace"]
 
 
@@ -388,7 +502,9 @@ def run(
     ledger_path: str | Path | None = None,
     checkpoint_path: str | Path | None = None,
     export_path: str | Path | None = None,
+    samples_path: str | Path | None = None,
     shifted: bool = False,
+    device: str = "cpu",
     report: Callable[[str], None] | None = None,
     images: data.Images | None = None,
 ) -> dict[str, Any]:
@@ -407,8 +523,13 @@ def run(
         generators' state.
     export_path
         write the posterior, with the privacy statement, to this file; see `posterior.load`.
+    samples_path
+        an empty folder, or that of the run that is resumed: Langevin dynamics writes each iterate that it keeps into a
+        file there, instead of holding all in memory; `langevin.Stored` reads them.
     shifted
         evaluate on corrupted and on strange images too, by `shift.evaluate`; takes longer than training on the digits.
+    device
+        where to train: 'cpu', 'cuda', 'cuda:1', ...; all of the data is copied there.
     report
         called with lines for a person, some of them diagnostics that epsilon does not cover.
     images
@@ -423,47 +544,74 @@ def run(
     """
     config = resolve(config)
     say = report or (lambda line: None)
+    gc.collect()  # an earlier run refers to itself through its schedule, and would keep its data until Python looks
     if root is not None and not Path(root).exists():
         raise ValueError(f"root {root} does not exist; create it to download into it, or give the place of the data")
-    images = images if images is not None else data.load(config.data, root)
+    images = (images if images is not None else data.load(config.data, root)).to(device)
     if config.holdout >= images.n:
         raise ValueError(f"holdout must be below the {images.n} training examples, got {config.holdout}")
     if config.holdout:
         images = data.hold_out(images, config.holdout, seed=0)
     for path in (ledger_path, checkpoint_path, export_path):
         check_writable(path)
-    with torch.random.fork_rng(devices=[]):  # dropout draws from the global state; leave the caller's as it was
-        now = Run(config, images)
+    if samples_path is not None:
+        check_writable(Path(samples_path) / "iterate.safetensors")
+    aside = None
+    if config.calibration is not None:
+        images, aside = set_aside(images, config.calibration)
+    gpus = [images.x_train.device] if images.x_train.is_cuda else []
+    with torch.random.fork_rng(devices=gpus):  # dropout draws from the global state; leave the caller's as it was
+        now = Run(config, images, calibration=aside)
         now.statement()  # raises, before any training, where delta promises nothing
-        if export_path is not None and isinstance(now.model, backprop.Reparameterized):
-            raise ValueError(f"a posterior of {config.method!r} cannot be exported; one of 'dp-bbp' can")
+        if export_path is not None and get(config.method).network is not unchanged:
+            raise ValueError(
+                f"a posterior of {config.method!r} cannot be exported, since its network is another than "
+                f"{config.model!r}; one of 'dp-bbp' can"
+            )
+        if samples_path is not None:
+            if not isinstance(now.optimizer, langevin.SGLD):
+                raise ValueError(f"{config.method!r} keeps no iterates, so it takes no folder for them; 'dp-sgld' does")
+            if mechanism.ranks()[0] == 0:  # all processes hold the same iterates
+                now.optimizer.folder = str(samples_path)
         if config.method == "dp-ivon-gradsq":
             warn_of_low_start(now, say)
         torch.manual_seed(now.sources["layers"].initial_seed())
+        if checkpoint_path is not None and not processes.first():
+            checkpoint_path = processes.own(str(checkpoint_path))
         if checkpoint_path is not None and Path(checkpoint_path).exists():
             now.load_state_dict(checkpoint.load(checkpoint_path))
+        if not processes.same(now.step):
+            raise ValueError("the processes' checkpoints are of different steps; delete them all, or restore a set")
+        if now.step:
             say(f"resumed at step {now.step} of {now.steps}")
+        if samples_path is not None and now.step == 0 and any(Path(samples_path).glob("*.safetensors")):
+            raise ValueError(f"{samples_path} holds iterates of another run; choose an empty folder, or remove them")
         begin, begin_cpu = time.perf_counter(), time.process_time()
         steps_before = now.step
-        finished = train(now, checkpoint_path, say)
+        with peak_memory() as memory:
+            finished = train(now, checkpoint_path, say)
         seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - begin_cpu
         begin = time.perf_counter()
         results = evaluate(now)
         cost = {
             "stored": stored(now),
+            "memory_mib": memory(),
             "cpu_seconds": round(cpu_seconds, 2),  # of training: on a shared machine, the fairer number
             "predict_seconds": round(time.perf_counter() - begin, 3),
         }
         if shifted:
+            samples = config.samples or 0
             results["shift"] = shift.evaluate(
-                lambda x: predict.log_probs(now.model, x, now.posterior(), config.samples or 0), images
+                lambda x: now.scaled(predict.log_probs(now.model, x.to(device), now.posterior(), samples)).cpu(),
+                images.to("cpu"),
             )
     privacy = now.statement()
-    if export_path is not None:
+    if export_path is not None and processes.first():
         assert config.model is not None
         posterior.save(
-            export_path, now.model, now.optimizer, architecture=config.model, shape=images.shape,
+            export_path, now.model, now.posterior(), architecture=config.model, shape=images.shape,
             classes=images.classes, privacy=None if privacy is None else privacy.record(),
+            temperature=now.temperature or 1.0,
         )  # fmt: skip
     record = {
         "schema": ledger.SCHEMA,
@@ -478,9 +626,47 @@ def run(
         "cost": cost,
         **ledger.environment(),
     }
-    if ledger_path is not None:
+    record["hardware"]["processes"] = mechanism.ranks()[1]
+    if ledger_path is not None and processes.first():
         ledger.append(ledger_path, record)
     return record
+
+
+def set_aside(images: data.Images, share: float) -> tuple[data.Images, tuple[Tensor, Tensor]]:
+    """The data without about `share` of the training examples, and these.
+
+    An example's own pixels decide, by `assignment.place`, so adding one leaves all others where they are. Everybody is
+    in one part only: what is learned from the two costs the larger of their epsilons (parallel composition).
+
+    Raises
+    ------
+    ValueError
+        one of the parts is empty.
+    """
+    aside = place(images.x_train, PLACES) >= (1 - share) * PLACES
+    x, y = images.x_train, images.y_train
+    if aside.all() or not aside.any():
+        raise ValueError(f"calibration {share:g} leaves {int(aside.sum())} of {images.n} examples aside; change it")
+    return replace(images, x_train=x[~aside], y_train=y[~aside]), (x[aside], y[aside])
+
+
+@contextmanager
+def peak_memory() -> Iterator[Callable[[], float | None]]:
+    """By how many MiB the process has grown at most since the start of the context; None where Linux does not tell."""
+
+    def status(name: str) -> float:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(float(line.split()[1]) / 1024 for line in lines if line.startswith(name))
+
+    with suppress(OSError, AttributeError):  # hand freed memory back, or a process that once was large need not grow
+        ctypes.CDLL(None).malloc_trim(0)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+        before = status("VmRSS:")
+    except (OSError, StopIteration):
+        yield lambda: None
+        return
+    yield lambda: round(max(0.0, status("VmHWM:") - before), 1)
 
 
 def warn_of_low_start(now: Run, say: Callable[[str], None]) -> None:
@@ -512,7 +698,8 @@ def train(now: Run, checkpoint_path: str | Path | None, say: Callable[[str], Non
     assert config.batch_size
     now.model.train()
     seen, losses, begin = 0, 0.0, time.perf_counter()
-    with interruptible() as interrupted, tqdm(total=now.steps, initial=now.step, disable=None, leave=False) as bar:
+    hidden = None if processes.first() else True  # None: where there is no terminal
+    with interruptible() as interrupted, tqdm(total=now.steps, initial=now.step, disable=hidden, leave=False) as bar:
         for index in now.batches():
             with now.optimizer.sampled_params():
                 diagnostics = now.gradient(now.model, now.loss, images.x_train[index], images.y_train[index])
@@ -521,7 +708,7 @@ def train(now: Run, checkpoint_path: str | Path | None, say: Callable[[str], Non
             now.step += 1
             bar.update()
             seen, losses = seen + 1, losses + diagnostics.loss
-            stop = interrupted()  # read once: what ends the run must also save it
+            stop = processes.any_of(interrupted())  # read once: what ends the run must also save it
             last = now.step == now.steps or stop
             if int(now.epoch(now.step)) > int(now.epoch(now.step - 1)) or last:
                 now.trace += curvature_trace(now)
@@ -537,14 +724,21 @@ def train(now: Run, checkpoint_path: str | Path | None, say: Callable[[str], Non
                 seen, losses, begin = 0, 0.0, time.perf_counter()
             if stop:
                 break
-    return now.step == now.steps
+    if now.step < now.steps:
+        return False
+    now.conclude()
+    return True
 
 
 def stored(now: Run) -> int:
     """How many numbers prediction needs: the weights, with their variances or once for each kept iterate."""
     size = sum(p.numel() for p in now.model.parameters() if p.requires_grad)
     kept = [state["samples"].numel() for state in now.optimizer.state.values() if "samples" in state]
-    return sum(kept) or size * (2 if hasattr(now.optimizer, "variance") else 1)
+    known = now.posterior()
+    if isinstance(known, langevin.Stored):
+        return size * len(known.files)
+    variances = known.variance().values() if hasattr(known, "variance") else ()
+    return sum(kept) or size + sum(v.numel() for v in variances)
 
 
 def curvature_trace(now: Run) -> list[dict[str, float]]:
@@ -574,13 +768,20 @@ def curvature_trace(now: Run) -> list[dict[str, float]]:
 
 
 def evaluate(now: Run) -> dict[str, Any]:
-    """Metrics on the public test set: at the mean, and averaged over posterior draws when the run asks for them."""
+    """Metrics on the public test set: at the mean, and averaged over posterior draws when the run asks for them.
+
+    Where a temperature was chosen they are those of the scaled predictions, and `untempered` has the ones before.
+    """
     images, samples = now.images, now.config.samples
     if not all(p.isfinite().all() for p in now.model.parameters()):
         raise FloatingPointError("the weights are not finite: training diverged; lower the learning rate")
     assert samples is not None
-    results = {"mean": metrics.evaluate(predict.log_probs(now.model, images.x_test), images.y_test)}
+    y = images.y_test.cpu()
+    found = {"mean": predict.log_probs(now.model, images.x_test).cpu()}
     if samples:
-        averaged = predict.log_probs(now.model, images.x_test, now.posterior(), samples)
-        results["samples"] = metrics.evaluate(averaged, images.y_test)
+        found["samples"] = predict.log_probs(now.model, images.x_test, now.posterior(), samples).cpu()
+    results: dict[str, Any] = {name: metrics.evaluate(now.scaled(value), y) for name, value in found.items()}
+    if now.temperature is not None:
+        before = found["samples" if samples else "mean"]
+        results |= {"temperature": now.temperature, "untempered": metrics.evaluate(before, y)}
     return results

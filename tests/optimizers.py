@@ -4,7 +4,7 @@ import inspect
 
 from dpivon import methods
 
-NEEDED = {"ess": 10.0, "noise_std": 0.1, "steps": 10}
+NEEDED = {"ess": 10.0, "noise_std": 0.1, "steps": 10, "members": 2}
 
 
 def build(name, params, lr=0.1):

@@ -327,3 +327,51 @@ def test_statement_errors():
 def test_a_statement_about_nobody_is_refused():
     with pytest.raises(ValueError, match="n must be at least 1, got 0"):
         accounting.statement(1.0, 1, DELTA, max_grad_norm=1.0, batch_size=1, n=0, simulation=True)
+
+
+# ---- Several releases together
+
+
+@pytest.mark.parametrize("besides", [[(5.0, 1.0, 1)], [(20.0, 1.0, 3), (2.0, 0.01, 100)]])
+def test_releases_besides_are_composed_as_dp_accounting_does(besides):
+    sigma, q, steps = 1.2, 0.02, 500
+    orders = [order for order in accounting.RDP_ORDERS if order == int(order) and order <= 1024]
+    peer = RdpAccountant(orders=orders)
+    for s, rate, t in [(sigma, q, steps), *besides]:
+        event = dp_accounting.GaussianDpEvent(s)
+        peer.compose(event if rate == 1 else dp_accounting.PoissonSampledDpEvent(rate, event), t)
+    theirs = float(peer.get_epsilon(DELTA))
+    ours = accounting.epsilon(sigma, q, steps, DELTA, besides=besides)
+    assert theirs * 0.98 - 1e-3 <= ours <= theirs + 1e-9
+    assert ours > accounting.epsilon(sigma, q, steps, DELTA) + 1e-3
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "prv"])
+@pytest.mark.parametrize("budget", [0.3, 3.0])
+def test_the_noise_besides_other_releases_spends_what_they_leave(budget, accountant):
+    besides = [(3 * accounting.noise_for(budget, 1.0, 1, DELTA, accountant), 1.0, 1)]
+    sigma = accounting.noise_for(budget, 0.05, 200, DELTA, accountant, besides)
+    spent = accounting.epsilon(sigma, 0.05, 200, DELTA, accountant, besides)
+    assert budget - min(0.01, 0.01 * budget) <= spent <= budget
+    assert sigma > accounting.noise_for(budget, 0.05, 200, DELTA, accountant)
+
+
+def test_what_the_others_have_spent_already_is_out_of_reach():
+    with pytest.raises(ValueError, match=r"epsilon 1 is out of reach in 10 steps .* besides \[\(0.5, 1.0, 1\)\]"):
+        accounting.noise_for(1.0, 0.1, 10, DELTA, besides=[(0.5, 1.0, 1)])
+
+
+def test_a_statement_says_what_was_released_besides_and_of_a_temperature():
+    arguments = {"max_grad_norm": 1.0, "batch_size": 100, "n": 10_000, "simulation": True}
+    plain = accounting.statement(1.1, 400, 1e-5, **arguments)
+    assert not {"besides", "set_aside", "temperature_epsilon"} & plain.record().keys()
+    more = accounting.statement(1.1, 400, 1e-5, **arguments, besides=[(4.0, 1.0, 1)])
+    assert more.epsilon > plain.epsilon
+    assert "besides      Gaussian, sigma 4, q = 1, steps: 1" in str(more)
+    assert more.record()["besides"] == [[4.0, 1.0, 1]]
+    for cost in (plain.epsilon / 2, 2 * plain.epsilon):
+        tempered = accounting.statement(1.1, 400, 1e-5, **arguments, set_aside=500, temperature_epsilon=cost)
+        assert tempered.epsilon == max(plain.epsilon, cost)
+        assert "on 500 examples" in str(tempered)
+        assert "the temperature" in tempered.released
+        assert tempered.record()["set_aside"] == 500

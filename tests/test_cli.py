@@ -59,6 +59,8 @@ def test_epsilon_converts_both_ways_with_both_accountants(dpivon):
         (["epsilon"], "dpivon: give either --noise-multiplier"),
         (["epsilon", "--epsilon", "1", "--batch-size", "0"], "dpivon: need 0 < batch-size <= n"),
         (["train", "--ledger", "none/runs.jsonl"], "dpivon: the folder "),
+        (["sweep", "none.toml"], "dpivon: there is no grid file none.toml; write one"),
+        (["ledger", "none.jsonl"], "dpivon: there is no ledger none.jsonl; `train`, `compare` and `sweep` write one"),
         (["train", "--checkpoint", "none/run.ckpt"], "dpivon: the folder "),
         (["train", "--epsilon", "1e-7"], "dpivon: epsilon 1e-07 is out of reach in 169 steps"),
     ],

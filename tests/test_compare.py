@@ -64,3 +64,28 @@ def test_what_cannot_be_compared_is_named(small, tmp_path):
     with pytest.raises(ValueError, match="'sgd' is not private"):
         compare.Compare(methods=("sgd",)).configs()
     assert len(compare.Compare(seeds=1, epsilon=(1.0,)).configs()) > 10
+
+
+def test_a_budget_that_is_none_is_refused_at_once():
+    for epsilon in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="epsilon must be finite and > 0"):
+            compare.Compare(epsilon=(1.0, epsilon)).configs()
+
+
+def test_the_peak_of_memory_is_a_column_and_a_dash_where_it_is_not_known():
+    records = [train.run(train.Config(method="sgd", epochs=0.5, seed=seed)) for seed in (0, 1)]
+    records[0]["cost"]["memory_mib"], records[1]["cost"]["memory_mib"] = 17.4, 12.0
+    head, line = compare.table(records)
+    assert head.endswith("memory MiB")
+    assert line.endswith(" 17")
+    records[0]["cost"]["memory_mib"] = None
+    del records[1]["cost"]["memory_mib"]
+    assert compare.table(records)[1].endswith(" -")
+
+
+def test_the_peak_of_memory_is_what_was_allocated_meanwhile():
+    with train.peak_memory() as memory:
+        block = bytearray(64 * 2**20)
+        block[:: 2**12] = b"x" * len(block[:: 2**12])
+        del block
+    assert memory() == pytest.approx(64, abs=16)

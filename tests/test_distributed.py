@@ -1,5 +1,8 @@
 """Two processes train as one: masks for each, noise once, the same draw of the weights, empty local batches in step."""
 
+import os
+import subprocess
+import sys
 from datetime import timedelta
 
 import pytest
@@ -12,7 +15,7 @@ from opacus.optimizers import DistributedDPOptimizer
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from dpivon import adaptive, mechanism, models
+from dpivon import adaptive, ledger, mechanism, models
 from dpivon.ivon import IVON
 
 WORLD, N, B, STEPS = 2, 40, 3, 12
@@ -184,3 +187,42 @@ def test_noise_std_is_right_for_opacus_distributed_optimizer(processes):
 )
 def test_what_would_break_the_guarantee_is_refused_by_all(processes, case, message):
     assert all(message in process["refused"][case] for process in processes)
+
+
+# ---- a whole run by torchrun
+
+
+def launched(folder, *arguments, processes):
+    """`python -m dpivon train`, alone or by torchrun; the ledger's lines and what was printed."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
+    command = [sys.executable, *torchrun, "-m", "dpivon", "train", "--ledger", f"{folder}/runs.jsonl", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    return ledger.read(f"{folder}/runs.jsonl"), ended.stdout
+
+
+def test_torchrun_trains_one_model_and_records_one_line(tmp_path):
+    """With all examples in each batch there are no masks, so two processes must do what one does, noise included."""
+    settings = ["--method", "dp-ivon-gradsq", "--batch-size", "1438", "--epochs", "5", "--seed", "0"]
+    settings += ["--noise-multiplier", "5"]
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    (alone,), _ = launched(tmp_path / "one", *settings, processes=1)
+    checkpoint = ["--checkpoint", str(tmp_path / "run"), "--export", str(tmp_path / "posterior")]
+    (together,), printed = launched(tmp_path / "two", *settings, *checkpoint, processes=2)
+    assert printed.count("recorded in") == printed.count("finished after 5 steps") == 1
+    assert together["hardware"]["processes"] == 2
+    assert together["privacy"] == alone["privacy"]
+    for how in ("mean", "samples"):
+        assert together["results"][how] == pytest.approx(alone["results"][how], abs=1e-3)
+    last, its_last = alone["results"]["trace"][-1], together["results"]["trace"][-1]
+    assert its_last == pytest.approx(last, rel=1e-3)
+    assert sorted(path.name for path in tmp_path.glob("run*")) == ["run", "run of process 1"]
+    assert (tmp_path / "posterior").exists()
+
+
+def test_a_method_without_a_mechanism_is_refused_by_all(tmp_path):
+    with pytest.raises(AssertionError, match="only the mechanism adds up the gradients of several processes"):
+        launched(tmp_path, "--method", "sgd", "--epochs", "1", processes=2)
+    assert not (tmp_path / "runs.jsonl").exists()

@@ -117,3 +117,64 @@ def test_errors_name_the_value():
         langevin.free_noise_multiplier(0.0, 1.0, 1.0, 1.0)
     with pytest.raises(ValueError, match="must be > 0, got 0"):
         langevin.one_sample_epsilon(0.0)
+
+
+# ---- Iterates in a folder
+
+
+def test_iterates_in_a_folder_predict_as_those_in_memory_and_leave_memory_alone(tmp_path):
+    images = data.digits()
+    config = train.Config(method="dp-sgld", epochs=4, seed=0, samples=5, noise_multiplier=3.0)
+    memory, disk = (train.run(config, images=images, samples_path=folder) for folder in (None, tmp_path))
+    assert disk["results"] == memory["results"]
+    assert disk["cost"]["stored"] == memory["cost"]["stored"] == 5 * 4810
+    assert len(list(tmp_path.iterdir())) == 5
+    now = train.Run(train.resolve(config), images)
+    now.optimizer.folder = str(tmp_path)
+    train.train(now, None, lambda line: None)
+    assert not any("samples" in state for state in now.optimizer.state.values())
+    latest = [p.detach().clone() for p in now.model.parameters()]
+    stored = langevin.Stored(now.model.parameters(), tmp_path)
+    predict.log_probs(now.model, images.x_test[:2], stored, 7)
+    assert all(torch.equal(p, q) for p, q in zip(now.model.parameters(), latest, strict=True))
+    with stored.sampled_params():
+        assert not torch.equal(next(now.model.parameters()), latest[0])
+
+
+def test_a_resumed_run_writes_the_same_files(tmp_path):
+    images = data.digits()
+    config = train.Config(method="dp-sgld", epochs=4, seed=0, samples=5, noise_multiplier=3.0, schedule="constant")
+    config = train.resolve(config)
+    train.run(config, images=images, samples_path=(tmp_path / "a", (tmp_path / "a").mkdir())[0])
+    folder = (tmp_path / "b", (tmp_path / "b").mkdir())[0]
+    now = train.Run(config, images)
+    now.optimizer.folder, now.steps = str(folder), 16
+    train.train(now, tmp_path / "c", lambda line: None)
+    assert 0 < len(list(folder.iterdir())) < 5
+    train.run(config, images=images, samples_path=folder, checkpoint_path=tmp_path / "c")
+    files = sorted(path.name for path in folder.iterdir())
+    assert files == sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert all((folder / name).read_bytes() == (tmp_path / "a" / name).read_bytes() for name in files)
+
+
+def test_a_folder_that_cannot_serve_is_named(tmp_path):
+    images = data.digits()
+    config = train.Config(method="dp-sgld", epochs=1, seed=0, samples=2, noise_multiplier=3.0)
+    with pytest.raises(OSError, match="does not exist; create it"):
+        train.run(config, images=images, samples_path=tmp_path / "none")
+    with pytest.raises(ValueError, match="'dp-sgd' keeps no iterates"):
+        train.run(train.Config(noise_multiplier=3.0), images=images, samples_path=tmp_path)
+    with pytest.raises(ValueError, match="holds no iterate"):
+        langevin.Stored([], tmp_path)
+    train.run(config, images=images, samples_path=tmp_path)
+    with pytest.raises(ValueError, match="holds iterates of another run; choose an empty folder"):
+        train.run(config, images=images, samples_path=tmp_path)
+    with (
+        pytest.raises(ValueError, match="does not fit this network"),
+        langevin.Stored(nn.Linear(2, 2).parameters(), tmp_path).sampled_params(),
+    ):
+        pass
+    for file in tmp_path.iterdir():
+        file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(ValueError, match="not a whole iterate"), langevin.Stored([], tmp_path).sampled_params():
+        pass

@@ -184,6 +184,21 @@ def test_a_run_exports_what_it_learned_with_its_statement(tmp_path):
 
 def test_what_cannot_be_exported_is_said_before_any_training(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "train", lambda *_: pytest.fail("trained for nothing"))
-    config = train.Config(method="dp-bbp-joint", epochs=1, seed=0)
-    with pytest.raises(ValueError, match="a posterior of 'dp-bbp-joint' cannot be exported"):
-        train.run(config, images=data.digits(), export_path=tmp_path / "p")
+    for name in ("dp-bbp-joint", "dp-mc-dropout", "dp-ensemble"):
+        config = train.Config(method=name, epochs=1, seed=0)
+        with pytest.raises(ValueError, match=f"a posterior of '{name}' cannot be exported"):
+            train.run(config, images=data.digits(), export_path=tmp_path / "p")
+
+
+def test_a_temperature_travels_with_the_posterior(learned, tmp_path):
+    model, optimizer = learned
+    posterior.save(tmp_path / "p", model, optimizer, **ABOUT, temperature=2.0)
+    got, x = posterior.load(tmp_path / "p"), torch.rand(3, *SHAPE)
+    expected = (predict.log_probs(model, x) / 2).log_softmax(1)
+    torch.testing.assert_close(got.log_probs(x, samples=0), expected)
+    posterior.save(tmp_path / "q", model, optimizer, **ABOUT)
+    assert posterior.load(tmp_path / "q").temperature == 1
+    about = '{"architecture": "mlp", "shape": [1, 8, 8], "classes": 10, "privacy": null, "temperature": -1.0}'
+    (tmp_path / "r").write_bytes(safetensors.torch.save({"mean.x": torch.ones(2)}, {posterior.FORMAT: about}))
+    with pytest.raises(ValueError, match="does not say what network it holds"):
+        posterior.load(tmp_path / "r")

@@ -299,6 +299,21 @@ def test_the_wall_only_the_mechanism_sees_per_example_gradients():
     assert [module for module, found in graph.items() if "gradients" in found] == ["mechanism"]
 
 
-@pytest.mark.parametrize("module", ["adaptive", "curvature", "ivon", "langevin", "backprop", "dropout", "methods"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "adaptive",
+        "assignment",
+        "backprop",
+        "curvature",
+        "dropout",
+        "ensemble",
+        "iterates",
+        "ivon",
+        "langevin",
+        "laplace",
+        "methods",
+    ],
+)
 def test_the_wall_optimizers_cannot_see_data(module):
     assert not reachable(imports(), module) & {"gradients", "mechanism", "data", "train"}

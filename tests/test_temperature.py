@@ -1,11 +1,13 @@
 """Private temperature scaling: it finds the temperature, and its choice obeys the promised ratio exactly."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpivon import mechanism, metrics, temperature
+from dpivon import accounting, checkpoint, data, mechanism, metrics, posterior, predict, temperature, train
 
 
 def overconfident(n, factor, seed=0):
@@ -65,3 +67,111 @@ def test_a_budget_must_be_positive():
         temperature.private(log_probs, y, 0.0, torch.Generator())
     with pytest.raises(ValueError, match="temperature must be finite and > 0, got 0"):
         temperature.scaled(log_probs, 0.0)
+
+
+# ---- In a run
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return data.digits()
+
+
+def test_a_label_that_is_no_class_is_named():
+    log_probs, y = overconfident(5, 1.0)
+    for wrong in (-1, 5):
+        with pytest.raises(ValueError, match=r"labels must be from 0 to 4, one for each column, got"):
+            temperature.private(log_probs, torch.cat([y[:4], torch.tensor([wrong])]), 1.0, torch.Generator())
+
+
+def test_the_examples_set_aside_are_a_share_and_the_others_stay_where_they_are(digits):
+    kept, (x, y) = train.set_aside(digits, 0.2)
+    assert kept.n + len(y) == digits.n
+    assert abs(len(y) / digits.n - 0.2) < 0.04
+    together = torch.cat([kept.x_train.flatten(1), x.flatten(1)])
+    assert torch.equal(together.sort(0)[0], digits.x_train.flatten(1).sort(0)[0])
+    less = replace(digits, x_train=digits.x_train[1:], y_train=digits.y_train[1:])
+    fewer, (x_less, _) = train.set_aside(less, 0.2)
+    assert kept.n + len(y) - fewer.n - len(x_less) == 1
+    assert torch.equal(kept.x_train[-fewer.n :], fewer.x_train)
+    assert torch.equal(x[-len(x_less) :], x_less)
+    with pytest.raises(ValueError, match="leaves 0 of 1438 examples aside"):
+        train.set_aside(digits, 1e-9)
+
+
+def test_a_tempered_run_predicts_at_the_temperature_and_states_its_cost(digits, tmp_path):
+    record = train.run(
+        train.Config(method="dp-sgd-tempered", noise_multiplier=3.0, epochs=4, seed=0), images=digits,
+        export_path=tmp_path / "p",
+    )  # fmt: skip
+    results, privacy = record["results"], record["privacy"]
+    kept, aside = train.set_aside(digits, 0.1)
+    assert record["config"]["calibration"] == 0.1
+    assert results["temperature"] in temperature.CANDIDATES
+    assert results["mean"]["accuracy"] == results["untempered"]["accuracy"]
+    assert (privacy["n"], privacy["set_aside"]) == (kept.n, len(aside[1]))
+    assert (
+        privacy["epsilon"]
+        == privacy["temperature_epsilon"]
+        == accounting.epsilon(3.0, 256 / kept.n, privacy["steps"], privacy["delta"])
+    )
+    text = str(accounting.PrivacyStatement(**{k: v for k, v in privacy.items() if k in FIELDS}))
+    assert f"on {len(aside[1])} examples" in text
+    got = posterior.load(tmp_path / "p")
+    assert got.temperature == results["temperature"]
+    assert metrics.evaluate(got.log_probs(digits.x_test), digits.y_test) == pytest.approx(results["mean"])
+
+
+FIELDS = accounting.PrivacyStatement.__dataclass_fields__
+
+
+def test_the_choice_is_the_exponential_mechanisms_on_the_examples_set_aside(digits):
+    config = train.resolve(train.Config(method="dp-sgd-tempered", noise_multiplier=3.0, epochs=4, seed=0))
+    kept, aside = train.set_aside(digits, 0.1)
+    now = train.Run(config, kept, calibration=aside)
+    train.train(now, None, lambda line: None)
+    log_probs = predict.log_probs(now.model, aside[0])
+    expected = temperature.private(log_probs, aside[1], now.statement().epsilon, train.source(0, "temperature"))
+    assert now.temperature == expected
+    once = now.sources["temperature"].get_state()
+    train.train(now, None, lambda line: None)  # it is chosen once
+    train.evaluate(now)
+    assert torch.equal(now.sources["temperature"].get_state(), once)
+
+
+def test_training_never_sees_the_examples_set_aside(digits):
+    """Other labels of theirs change the temperature's law, and not one weight."""
+    config = train.resolve(train.Config(method="dp-sgd-tempered", noise_multiplier=3.0, epochs=2, seed=0))
+    kept, (x, y) = train.set_aside(digits, 0.1)
+    runs = [train.Run(config, kept, calibration=(x, labels)) for labels in (y, (y + 1) % 10)]
+    for now in runs:
+        train.train(now, None, lambda line: None)
+    for p, q in zip(*(now.model.parameters() for now in runs), strict=True):
+        assert torch.equal(p, q)
+    assert runs[0].temperature < runs[1].temperature
+
+
+def test_before_the_last_step_no_temperature_is_chosen_and_a_resumed_run_chooses_the_same(digits, tmp_path):
+    config = train.resolve(train.Config(method="dp-sgd-tempered", noise_multiplier=3.0, epochs=4, seed=0))
+    kept, aside = train.set_aside(digits, 0.1)
+    whole = train.Run(config, kept, calibration=aside)
+    assert whole.statement().set_aside == 0
+    assert set(train.evaluate(whole)) == {"mean"}
+    train.train(whole, tmp_path / "c", lambda line: None)
+    resumed = train.Run(config, kept, calibration=aside)
+    resumed.load_state_dict(checkpoint.load(tmp_path / "c"))
+    train.train(resumed, None, lambda line: None)
+    assert resumed.temperature == whole.temperature
+    assert train.evaluate(resumed) == train.evaluate(whole)
+    other = train.Run(config, kept, calibration=(aside[0], aside[1].flip(0)))
+    with pytest.raises(ValueError, match="set aside differ"):
+        other.load_state_dict(checkpoint.load(tmp_path / "c"))
+
+
+def test_any_method_takes_a_share_and_a_wrong_one_is_named(digits):
+    record = train.run(train.Config(method="ivon", epochs=2, seed=0, calibration=0.2), images=digits)
+    assert {"mean", "samples", "untempered", "temperature"} <= record["results"].keys()
+    assert record["privacy"] is None
+    for share in (0.0, 1.0, 150.0):
+        with pytest.raises(ValueError, match="calibration must be between 0 and 1"):
+            train.resolve(train.Config(calibration=share))

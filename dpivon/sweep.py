@@ -1,0 +1,518 @@
+"""Many runs from one file: a grid in TOML, on local workers or on a cluster, resumable, recorded in a ledger."""
+
+import difflib
+import fcntl
+import io
+import itertools
+import logging
+import math
+import os
+import statistics
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, redirect_stderr
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import torch
+import tyro
+
+from dpivon import data, ledger, train
+
+HINTS = get_type_hints(train.Config)
+# Local workers need not chat, and Ctrl-C, which the terminal sends to all, is for the sweep to hear, not for them.
+LOCAL = {
+    "distributed.nanny.pre-spawn-environ.DASK_LOGGING__DISTRIBUTED": "critical",
+    "distributed.worker.preload": ["import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"],
+}
+MOST = 100_000
+PATIENCE = 30.0  # seconds, for a cluster's scheduler, and for its first worker
+MISSING = "a sweep needs dask and joblib, which are not installed; pip install 'dpivon[sweep]'"
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Run all that a grid file asks for and the ledger does not hold yet; the same command goes on where it stopped.
+
+    A run that fails is recorded with its error, and the others go on. Several sweeps may share a ledger, at the same
+    time and with overlapping grids: each run is made by one of them.
+
+    Parameters
+    ----------
+    grid
+        the TOML file: a table [base] of settings, and tables [[grid]] in which a list stands for each of its values.
+    ledger
+        the file that gets one line for each run.
+    workers
+        local processes, of one thread each.
+    scheduler
+        address of a dask scheduler, such as tcp://host:8786, whose workers take the place of local ones.
+    resources
+        what a run takes of a worker of that cluster, such as GPU=1.
+    root
+        where the data lies, on the workers.
+    device
+        where each run trains: cpu, or cuda for the GPU of its worker.
+    shifted
+        evaluate on corrupted and on strange images too.
+    dry_run
+        list what there is and what would run, with the time that earlier runs let expect, and run nothing.
+    retry_failed
+        run again what the ledger holds as failed.
+    """
+
+    grid: tyro.conf.Positional[Path]
+    ledger: Path = Path("runs.jsonl")
+    workers: int = 2
+    scheduler: str | None = None
+    resources: tuple[str, ...] = ()
+    root: Path | None = None
+    device: str = "cpu"
+    shifted: bool = False
+    dry_run: bool = False
+    retry_failed: bool = False
+
+    def __call__(self) -> None:
+        if self.workers < 1:
+            raise ValueError(f"workers must be >= 1, got {self.workers}")
+        if self.resources and self.scheduler is None:
+            raise ValueError("resources are what the workers of a cluster offer; give its --scheduler too")
+        for text in self.resources:
+            amount(text)
+        train.check_writable(self.ledger)
+        configs = read(self.grid)
+        if self.dry_run:
+            print("\n".join(plan(configs, self.ledger, self.workers, self.retry_failed)))
+            return
+        try:
+            failed = self.run(configs, lambda line: print(line, flush=True))
+        except KeyboardInterrupt:
+            print(f"stopped; what is done is in {self.ledger}, and the same command goes on from there", flush=True)
+            sys.exit(130)
+        if failed:
+            print(f"{failed} failed, see their field error in {self.ledger}; --retry-failed runs them again")
+            sys.exit(1)
+
+    def run(self, configs: Iterable[train.Config], report: Callable[[str], None]) -> int:
+        """Run what is missing, append each record as it comes, and return how many failed."""
+        wanted = {key(config): config for config in configs}
+        names = labels(wanted)
+        missing = {k: c for k, c in wanted.items() if not is_done(self.ledger, k, self.retry_failed)}
+        report(f"{len(wanted)} runs, {len(wanted) - len(missing)} of them in {self.ledger}, {len(missing)} to run")
+        if not missing:
+            return 0
+        done = failed = 0
+        with ExitStack() as stack:
+            parallel, width = stack.enter_context(engine(self, {config.data for config in missing.values()}))
+            claim = stack.enter_context(claims(f"{self.ledger}.claims"))
+            left = dict(missing)
+
+            def jobs() -> Iterator[Any]:  # asked for the next one when a worker is free, so it sees the latest ledger
+                for name, config in missing.items():
+                    if claim(name) and not is_done(self.ledger, name, self.retry_failed):
+                        yield job, (config, self.root, self.device, self.shifted), {}
+                    else:
+                        del left[name]
+
+            for record in stack.enter_context(closing(parallel(jobs()))):
+                name = key(record["config"], record["recipe"])
+                if name not in missing:
+                    raise ValueError(
+                        f"a worker ran recipe {record['recipe']} where this is recipe {train.RECIPE}, or has other "
+                        "defaults; install the same dpivon on all workers"
+                    )
+                ledger.append(self.ledger, record)
+                del left[name]
+                done, failed = done + 1, failed + (record["status"] == "failed")
+                rest = remaining(left.values(), records(self.ledger), width)
+                report(f"{done} of {done + len(left)}  {names[name]}: {outcome(record)}{rest}")
+        elsewhere = len(missing) - done
+        if elsewhere:
+            report(f"{elsewhere} more were made, or are being made, by another sweep; the same command tells")
+        return failed
+
+
+# ---- the grid
+
+
+def read(path: str | Path) -> list[train.Config]:
+    """The runs that a grid file asks for, resolved, each once, in the order of the file.
+
+    A value of a [[grid]] table replaces that of [base]. Lists combine as a product, tables add up.
+
+    Raises
+    ------
+    ValueError
+        the file is no grid; all that is wrong is named, with table, setting, value and remedy.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"there is no grid file {path}; write one, after those in book/results/grids")
+    try:
+        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no TOML file: {error}") from None
+    base, tables = document.get("base", {}), document.get("grid", [])
+    problems = [
+        f"{name!r} is no part of a grid; write [base] or [[grid]]" for name in document.keys() - {"base", "grid"}
+    ]
+    if not isinstance(base, dict):
+        problems.append("base must be a table; write [base]")
+    if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
+        problems.append("a grid needs at least one table [[grid]], in double brackets")
+    if problems:
+        raise ValueError(listed(path, problems))
+    values = columns("[base]", base, problems)
+    found: dict[str, train.Config] = {}
+    for number, table in enumerate(tables, start=1):
+        where = f"[[grid]] {number}" + (f" ({table['name']})" if "name" in table else "")
+        own = columns(where, {name: value for name, value in table.items() if name != "name"}, problems)
+        merged = {**values, **own}
+        if math.prod(map(len, merged.values())) > MOST:
+            problems.append(f"{where}: asks for more than {MOST} runs; take shorter lists")
+            continue
+        for combination in itertools.product(*merged.values()):
+            try:
+                config = train.resolve(train.Config(**dict(zip(merged, combination, strict=True))))
+                found.setdefault(key(config), config)
+            except ValueError as error:
+                problems.append(f"{where}: {error}")
+    if problems:
+        raise ValueError(listed(path, problems))
+    return list(found.values())
+
+
+def listed(path: str | Path, problems: Iterable[str]) -> str:
+    """All problems of a file, each once, one a line."""
+    return "\n  ".join([f"{path} cannot be run, and nothing was:", *dict.fromkeys(problems)])
+
+
+def columns(where: str, table: Mapping[str, Any], problems: list[str]) -> dict[str, list[Any]]:
+    """The values of each setting of a table, as a list, in the setting's type; what is wrong goes to `problems`."""
+    found = {}
+    for name, value in table.items():
+        if name not in HINTS:
+            near = difflib.get_close_matches(name, HINTS, 1)
+            remedy = f"did you mean {near[0]}?" if near else f"choose of {', '.join(HINTS)}"
+            problems.append(f"{where}: there is no setting {name!r} (= {value!r}); {remedy}")
+            continue
+        several = value if isinstance(value, list) else [value]
+        if not several:
+            problems.append(f"{where}: {name} = [] has no value; give one, or leave {name} out")
+        try:
+            found[name] = [typed(name, one) for one in several]
+        except ValueError as error:
+            problems.append(f"{where}: {error}")
+    return found
+
+
+def typed(name: str, value: Any) -> Any:
+    """`value` in the type of the setting `name`: a whole number will do for a real one, or it is a ValueError."""
+    kinds = expected(HINTS[name])
+    if float in kinds and type(value) is int:
+        return float(value)
+    if type(value) in kinds or (isinstance(value, str) and value in kinds):
+        return value
+    words = {float: "a number", int: "a whole number", str: "a text in quotes"}
+    options = ", ".join(words.get(kind, repr(kind)) for kind in kinds)
+    raise ValueError(f"{name} = {value!r} is not understood; write {'one of ' * (len(kinds) > 1)}{options}")
+
+
+def expected(hint: Any) -> list[Any]:
+    """The types and the literal values that a type annotation allows, besides None."""
+    if get_origin(hint) is Literal:
+        return list(get_args(hint))
+    parts = [part for part in get_args(hint) if part is not type(None)]
+    return [kind for part in parts for kind in expected(part)] or [hint]
+
+
+# ---- what there is already
+
+
+def key(config: train.Config | Mapping[str, Any], recipe: int | None = None) -> str:
+    """The ledger's key of a configuration, in which 30 and 30.0 are the same number; of this recipe by default."""
+    fields = dict(config) if isinstance(config, Mapping) else asdict(config)
+    for name, setting in fields.items():
+        if type(setting) is int and name in HINTS and float in expected(HINTS[name]):
+            fields[name] = float(setting)
+    return ledger.key(fields, train.RECIPE if recipe is None else recipe)
+
+
+def records(path: str | Path) -> dict[str, dict[str, Any]]:
+    """The record of each run by its key: the latest finished one, else the latest that failed. Read again on change."""
+    if not Path(path).exists():
+        return {}
+    state = Path(path).stat()
+    return _records(str(path), state.st_mtime_ns, state.st_size)
+
+
+@lru_cache(maxsize=4)
+def _records(path: str, *state: int) -> dict[str, dict[str, Any]]:
+    lines = [r for status in ("failed", "finished") for r in ledger.read(path, strict=False) if r["status"] == status]
+    return {key(r["config"], r["recipe"]): r for r in lines}
+
+
+def is_done(path: str | Path, name: str, retry_failed: bool) -> bool:
+    """Does the ledger hold this run: finished, or failed where it is not to be tried again?"""
+    record = records(path).get(name)
+    return record is not None and (record["status"] == "finished" or not retry_failed)
+
+
+def outcome(record: Mapping[str, Any]) -> str:
+    """How a run ended, for a person."""
+    if record["status"] == "failed":
+        return f"FAILED, {record['error']}"
+    best = record["results"].get("samples", record["results"]["mean"])
+    return f"accuracy {best['accuracy']:.3f}  NLL {best['nll']:.3f}  ECE {best['ece']:.3f}  {record['seconds']:.0f} s"
+
+
+def shown(setting: Any) -> str:
+    """A setting, for a person."""
+    return f"{setting:g}" if isinstance(setting, float) else str(setting)
+
+
+def labels(configs: Mapping[str, train.Config]) -> dict[str, str]:
+    """A name for each run: its method, and the settings in which that method's runs differ."""
+    fields = {name: asdict(config) for name, config in configs.items()}
+    seen: dict[tuple[str, str], set[str]] = {}
+    for f in fields.values():
+        for n in f:
+            seen.setdefault((f["method"], n), set()).add(repr(f[n]))
+    return {
+        name: " ".join([f["method"], *(f"{n}={shown(v)}" for n, v in f.items() if len(seen[f["method"], n]) > 1)])
+        for name, f in fields.items()
+    }
+
+
+# ---- how long it takes
+
+
+def expect(config: train.Config, known: Iterable[Mapping[str, Any]]) -> float | None:
+    """The seconds that a run will take: the median of recorded ones of its data, network, batch, epochs and method.
+
+    Where there are none, the median pace of what is known of its data and network; None where nothing is.
+    """
+    finished = [r for r in known if r["status"] == "finished"]
+    for same in (("data", "model", "batch_size", "epochs", "method"), ("data", "model")):
+        alike = [r for r in finished if all(r["config"].get(name) == getattr(config, name) for name in same)]
+        if alike:
+            assert config.epochs is not None
+            seconds = [
+                (r["seconds"] + r.get("cost", {}).get("predict_seconds", 0), r["config"]["epochs"]) for r in alike
+            ]
+            return statistics.median(time * config.epochs / epochs for time, epochs in seconds)
+    return None
+
+
+def total(configs: Iterable[train.Config], known: Mapping[str, Mapping[str, Any]], width: int) -> float | None:
+    """The seconds that all will take on `width` workers; a run of which nothing is known counts like the others."""
+    times = [expect(config, known.values()) for config in configs]
+    told = [t for t in times if t is not None]
+    return None if not told else statistics.fmean(told) * len(times) / min(width, len(times))
+
+
+def remaining(configs: Iterable[train.Config], known: Mapping[str, Mapping[str, Any]], width: int) -> str:
+    """The time left, as the end of a line of progress."""
+    configs = list(configs)
+    seconds = total(configs, known, width) if configs else None
+    return "" if seconds is None else f"; about {duration(seconds)} left"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the unit that a person would choose."""
+    for unit, size in (("h", 3600), ("min", 60)):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def plan(configs: Iterable[train.Config], path: Path, workers: int, retry_failed: bool = False) -> list[str]:
+    """What a sweep would do, as lines: each run with its state, and the sum."""
+    wanted = {key(config): config for config in configs}
+    known, names = records(path), labels(wanted)
+    missing = [config for name, config in wanted.items() if not is_done(path, name, retry_failed)]
+    lines = []
+    for name, config in wanted.items():
+        seconds = expect(config, known.values())
+        guess = "" if seconds is None else f", about {duration(seconds)}"
+        state = known[name]["status"] if is_done(path, name, retry_failed) else f"to run{guess}"
+        lines.append(f"{name}  {names[name]}: {state}")
+    seconds = total(missing, known, workers) if missing else 0
+    time_needed = "for a time not known yet" if seconds is None else f"for about {duration(seconds)}"
+    return [*lines, f"{len(wanted)} runs, {len(missing)} to run, {time_needed} on {workers} workers"]
+
+
+# ---- one run, in a worker
+
+
+@lru_cache(maxsize=2)
+def loaded(name: str, root: Path | None) -> data.Images:
+    """The data, once for each worker process.
+
+    Raises
+    ------
+    data.DataError
+        they are not there, which concerns all runs and ends the sweep.
+    """
+    if root is not None and not root.exists():
+        raise data.DataError(
+            f"root {root} does not exist; create it to download into it, or give the place of the data"
+        )
+    return data.load(name, root)
+
+
+def job(config: train.Config, root: Path | None, device: str = "cpu", shifted: bool = False) -> dict[str, Any]:
+    """One run on one thread: its record, or the record of its failure."""
+    torch.set_num_threads(1)
+    begin = time.perf_counter()
+    try:
+        with redirect_stderr(io.StringIO()):  # the bars of several runs would write over each other
+            return train.run(config, images=loaded(config.data, root), device=device, shifted=shifted)
+    except data.DataError:
+        raise
+    except Exception as error:
+        return failure(config, f"{type(error).__name__}: {error}", time.perf_counter() - begin)
+
+
+def failure(config: train.Config, error: str, seconds: float) -> dict[str, Any]:
+    """The ledger's record of a run that failed: without results, with its error."""
+    return {
+        "schema": ledger.SCHEMA,
+        "recipe": train.RECIPE,
+        "key": ledger.key(asdict(config), train.RECIPE),
+        "status": "failed",
+        "error": error,
+        "config": asdict(config),
+        "privacy": None,
+        "results": {},
+        "code": ledger.code_state(),
+        "seconds": round(seconds, 2),
+        **ledger.environment(),
+    }
+
+
+# ---- many runs
+
+
+@contextmanager
+def claims(path: str | Path) -> Iterator[Callable[[str], bool]]:
+    """A function that takes a run for this sweep, and tells whether no other sweep that lives has it.
+
+    A claim is a lock on one byte of a file, at the place that the key names. The system frees it when the sweep ends,
+    however it ends.
+    """
+    with open(path, "ab") as file:
+
+        def claim(name: str) -> bool:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, int(name, 16) >> 2)
+            except OSError:
+                return False
+            return True
+
+        yield claim
+
+
+@contextmanager
+def engine(sweep: Sweep, needed: Iterable[str]) -> Iterator[tuple[Any, int]]:
+    """joblib on dask: a function from jobs to their records, in the order in which they end; and the workers' number.
+
+    Raises
+    ------
+    ValueError
+        dask is not installed, or the workers of the cluster do not fit.
+    OSError
+        there is no scheduler at that address, or it was lost.
+    """
+    try:
+        import dask
+        from dask.distributed import Client, LocalCluster
+        from joblib import Parallel, parallel_config
+    except ImportError:
+        raise ValueError(MISSING) from None
+    for logger in ("distributed", "distributed.client"):  # what they have to say, we say in one line
+        logging.getLogger(logger).setLevel(logging.CRITICAL)
+    with ExitStack() as stack:
+        if sweep.scheduler is None:
+            for name in needed:  # a download happens once, and what is missing is said before workers start
+                loaded(name, sweep.root)
+            loaded.cache_clear()
+            stack.enter_context(dask.config.set(LOCAL))
+            # What a killed worker leaves behind is cleared away at the end, and no news.
+            os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker," + os.environ.get("PYTHONWARNINGS", "")
+            # No limit of memory: at a share of it a worker would pause, silently, rather than fail.
+            cluster = LocalCluster(
+                n_workers=sweep.workers, threads_per_worker=1, memory_limit=None, dashboard_address=":0"
+            )
+            client = stack.enter_context(Client(stack.enter_context(cluster)))
+            ahead = "n_jobs"  # what no worker is free for is left to another sweep
+        else:
+            try:
+                client = stack.enter_context(Client(sweep.scheduler, timeout=PATIENCE))
+            except OSError as error:
+                raise OSError(f"no scheduler at {sweep.scheduler} ({error}); start one with: dask scheduler") from None
+            ahead = "all"  # workers may join later, and the scheduler has work for them
+        resources = dict(amount(text) for text in sweep.resources)
+        width = fitting(client, resources)
+        stack.enter_context(parallel_config(backend=backend(client, resources)))
+        yield Parallel(return_as="generator_unordered", batch_size=1, pre_dispatch=ahead), width
+
+
+def backend(client: Any, resources: Mapping[str, float]) -> Any:
+    """joblib's backend for dask; but where that would wait without end, for a run that kills its workers, it fails."""
+    from dask.distributed import KilledWorker
+    from joblib._dask import DaskDistributedBackend
+
+    class Backend(DaskDistributedBackend):
+        def submit(self, func: Any, callback: Any = None) -> Any:
+            ((_, (config, *_), _),) = func.items
+
+            def ended(future: Any) -> None:
+                error = future.exception()
+                if isinstance(error, KilledWorker):
+                    callback([failure(config, "its worker died each time; too little memory?", 0.0)])
+                elif error is not None:
+                    callback(error)
+
+            future = super().submit(func, callback)
+            future.add_done_callback(ended)
+            return future
+
+        def retrieve_result_callback(self, out: Any) -> Any:
+            if isinstance(out, BaseException):  # not the run's own: lost connections, workers without dpivon
+                raise OSError(f"the workers cannot go on: {type(out).__name__}: {out}; what is done is recorded")
+            return super().retrieve_result_callback(out)
+
+    return Backend(client=client, **({"resources": resources} if resources else {}))
+
+
+def amount(text: str) -> tuple[str, float]:
+    """A resource such as GPU=1 as name and number."""
+    name, _, number = text.partition("=")
+    try:
+        return name, float(number)
+    except ValueError:
+        raise ValueError(f"a resource is a name and a number, such as GPU=1, got {text!r}") from None
+
+
+def fitting(client: Any, resources: Mapping[str, float]) -> int:
+    """How many workers a run can go to. It needs one of a single thread, since it sets its process' random state."""
+    options = "".join(f" --resources {name}={number:g}" for name, number in resources.items())
+    start = f"start them with: dask worker ADDRESS --nthreads 1{options}"
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        found = client.scheduler_info(n_workers=-1)["workers"].values()
+        fit = [w for w in found if all(w["resources"].get(name, 0) >= number for name, number in resources.items())]
+        if fit:
+            break
+        if time.monotonic() > deadline:
+            offer = " that offers " + " ".join(f"{n}={x:g}" for n, x in resources.items()) if resources else ""
+            raise ValueError(f"the cluster has {len(found)} workers and needs one{offer}; {start}")
+        time.sleep(0.2)
+    threads = max(w["nthreads"] for w in fit)
+    if threads > 1:
+        raise ValueError(f"a worker has {threads} threads, and runs must not share a process; {start}")
+    return len(fit)
