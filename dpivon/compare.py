@@ -11,7 +11,7 @@ from dpivon import data, ledger, train
 from dpivon.methods import METHODS
 
 SHOWN = ("accuracy", "nll", "ece", "overconfidence")
-COSTS = ("numbers kept", "train s", "predict s", "memory MiB")
+COSTS = ("numbers kept", "train CPU s", "predict s", "memory MiB")
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def table(records: Sequence[dict[str, Any]]) -> list[str]:
             mean, error = mean_and_error(values(group, metric))
             cells.append(f"{mean:9.3f} ± {error:.3f}" if error == error else f"{mean:9.3f}        ")
         cost = [statistics.median(r["cost"][part] for r in group) for part in ("stored", "predict_seconds")]
-        seconds = statistics.median(r["seconds"] for r in group)
+        seconds = statistics.median(r["cost"]["cpu_seconds"] for r in group)
         lines.append(
             f"{name:20s}"
             + "".join(
