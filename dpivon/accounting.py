@@ -265,7 +265,10 @@ class PrivacyStatement:
         temperature = ", the temperature" if self.set_aside else ""
         covered = f"every private gradient{temperature}, and so the weights and the predictions"
         if self.holdout:
-            return f"{covered}; not the metrics, which are of {self.holdout} held-out private examples"
+            return (
+                f"{covered}, for a split that is taken as fixed; not the metrics, which are of {self.holdout} held-out "
+                "private examples"
+            )
         return f"{covered}, and the metrics on the public test set; not the training loss"
 
     def record(self) -> dict[str, Any]:
@@ -291,7 +294,7 @@ class PrivacyStatement:
             f"{self.steps} steps",
             "besides": "\n".join(f"Gaussian, sigma {sigma:.4g}, q = {q:g}, steps: {t}" for sigma, q, t in self.besides),
             "temperature": f"exponential mechanism, epsilon {up(self.temperature_epsilon):g}, on {self.set_aside} "
-            "examples\nthat training has not seen: the larger epsilon counts",
+            "examples\nthat training has not seen: the larger epsilon counts; the sizes of\nboth parts are taken as public",
             "sampler": f"{self.sampler}, q = {self.batch_size:g} / {self.n}",
             "accountant": self.accountant.upper(),
             "released": "\n".join(textwrap.wrap(self.released, 66)),

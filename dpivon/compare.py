@@ -143,9 +143,9 @@ def table(records: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def memory(records: Sequence[dict[str, Any]]) -> str:
-    """The largest peak of training's memory, in MiB; a dash where the system did not tell."""
+    """The median peak of training's memory, in MiB (a process' first run also loads libraries); a dash if unknown."""
     known = [r["cost"]["memory_mib"] for r in records if r["cost"].get("memory_mib") is not None]
-    return f"{max(known):.0f}" if known else "-"
+    return f"{statistics.median(known):.0f}" if known else "-"
 
 
 def draw(records: Sequence[dict[str, Any]], path: Path) -> None:

@@ -246,7 +246,8 @@ def hold_out(images: Images, n: int, seed: int) -> Images:
     """Set n training examples aside as the test set, so that tuning never touches the real one.
 
     The real test set is dropped. The held-out examples *remain private data*: a choice made by their score is a
-    release of its own, which the epsilon of the final run does not include.
+    release of its own, which the epsilon of the final run does not include. One example more in the data gives another
+    permutation, and so another split; an epsilon of what is trained on the rest takes the split as fixed.
 
     Parameters
     ----------

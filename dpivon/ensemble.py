@@ -27,7 +27,7 @@ class Ensemble(nn.Module):
     about C / sqrt(M): M networks trained apart at this budget would each have needed about sqrt(M) times the noise.
 
     With `shards`, an example trains one member only, chosen by `assignment.place`, and that member's gradient has all
-    of C. The joint clipping is the same, so the guarantee is, whatever the choice.
+    of C. The joint clipping is the same, and the choice depends on the example alone, so the guarantee is the same.
 
     Parameters
     ----------

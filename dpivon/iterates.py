@@ -4,7 +4,7 @@ All of it is computed from what was released anyway, so it costs no privacy.
 """
 
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,10 +14,9 @@ from dpivon import adaptive
 from dpivon.backprop import BayesByBackprop
 
 BLOCKS = 8
-Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 
 
-def average(optimizer: Optimizer, steps: int, share: float = 0.5) -> Optimizer:
+def average(optimizer: Any, steps: int, share: float = 0.5) -> Any:
     """Let the last step put the mean of the iterates of the run's last part into the parameters.
 
     .. math::

@@ -3,6 +3,7 @@
 The noise may do two jobs. What the mechanism has put into `p.grad` for privacy counts towards what the dynamics needs.
 """
 
+import hashlib
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -79,6 +80,7 @@ class SGLD(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "ess": ess, **settings})
         self.generator = generator
         self.folder: str | None = None
+        self.written: dict[str, str] = {}  # the digest of each file there that is ours
         first, apart = steps // 2, max(1, (steps - steps // 2) // max(samples, 1))
         self.keep = range(steps, first, -apart)[:samples]
 
@@ -106,13 +108,48 @@ class SGLD(torch.optim.Optimizer):
                     state["samples"] = torch.cat([kept, p.detach().unsqueeze(0)])
         parameters = [p for group in self.param_groups for p in group["params"] if self.state[p]]
         if self.folder is not None and parameters and (now := self.state[parameters[0]]["step"]) in self.keep:
-            write(self.folder, now, parameters)
+            self.written |= write(self.folder, now, parameters)
 
 
-def write(folder: str | Path, step: int, parameters: list[Any]) -> None:
-    """Write an iterate into a file of its own, whole or not at all; what was released may be published."""
+def write(folder: str | Path, step: int, parameters: list[Any]) -> dict[str, str]:
+    """Write an iterate into a file of its own, whole or not at all; what was released may be published.
+
+    Returns the file's name and its digest, by which the run knows it again.
+    """
     tensors = {f"{i:04}": p.detach().cpu().contiguous() for i, p in enumerate(parameters)}
-    checkpoint.write(Path(folder) / f"{step:08}.safetensors", safetensors.torch.save(tensors), secret=False)
+    name, content = f"{step:08}.safetensors", safetensors.torch.save(tensors)
+    checkpoint.write(Path(folder) / name, content, secret=False)
+    return {name: digest(content)}
+
+
+def digest(content: bytes) -> str:
+    """SHA-256, 64 hexadecimal digits."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def take_up(optimizer: SGLD, written: dict[str, str]) -> None:
+    """Go on in the optimizer's folder, from a checkpoint that knows of the iterates `written`.
+
+    Another run's iterates would enter the predictions, and no statement would count them. Those of steps after the
+    checkpoint are removed: the run writes them again, or, if it is stopped before, has not released them.
+
+    Raises
+    ------
+    ValueError
+        the folder is another run's, or lacks an iterate.
+    """
+    assert optimizer.folder is not None
+    found = {file.name: file for file in Path(optimizer.folder).glob("*.safetensors")}
+    others = found.keys() - written.keys()
+    whole = all(name in found and digest(found[name].read_bytes()) == known for name, known in written.items())
+    if not whole or any(name < max(written, default="~") for name in others):
+        raise ValueError(
+            f"{optimizer.folder} does not hold the iterates that the checkpoint knows of, or other ones; give the "
+            "folder of the run that is resumed, and remove from it what is not of that run"
+        )
+    for name in others:
+        found[name].unlink()
+    optimizer.written = dict(written)
 
 
 class Stored:
@@ -124,6 +161,8 @@ class Stored:
         which the iterates are put into, in the order in which they were written: the trainable ones of the model.
     folder
         that an `SGLD` with this `folder` has written.
+    written
+        the digests of the files to use, by name; None uses all.
 
     Raises
     ------
@@ -131,9 +170,10 @@ class Stored:
         the folder holds no iterate.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], folder: str | Path) -> None:
-        self.parameters, self.next = list(parameters), 0
-        self.files = sorted(Path(folder).glob("*.safetensors"))
+    def __init__(self, parameters: Iterable[Tensor], folder: str | Path, written: dict[str, str] | None = None) -> None:
+        self.parameters, self.next, self.written = list(parameters), 0, written
+        names = [file.name for file in Path(folder).glob("*.safetensors")] if written is None else written
+        self.files = [Path(folder) / name for name in sorted(names)]
         if not self.files:
             raise ValueError(f"{folder} holds no iterate: SGLD writes them in the second half of its `steps`")
 
@@ -144,12 +184,15 @@ class Stored:
         Raises
         ------
         ValueError
-            a file is damaged, or of another network.
+            a file is damaged, of another network or of another run.
         """
         file = self.files[self.next % len(self.files)]
         self.next += 1
+        content = file.read_bytes()
+        if self.written is not None and digest(content) != self.written[file.name]:
+            raise ValueError(f"{file} was changed since this run wrote it; two runs cannot share a folder")
         try:
-            values = list(dict(sorted(safetensors.torch.load_file(file).items())).values())
+            values = list(dict(sorted(safetensors.torch.load(content).items())).values())
         except safetensors.SafetensorError as error:
             raise ValueError(
                 f"{file} is not a whole iterate ({error}); resume the run, which writes it anew"
@@ -168,10 +211,10 @@ class Stored:
 
 
 def kept(model: nn.Module, optimizer: SGLD) -> Any:
-    """The iterates that the optimizer has kept, wherever it keeps them."""
-    if optimizer.folder is None:
-        return Kept(optimizer)
-    return Stored([p for p in model.parameters() if p.requires_grad], optimizer.folder)
+    """The iterates that the optimizer has kept, wherever it keeps them; before the first of them, the latest one."""
+    if optimizer.written and optimizer.folder is not None:
+        return Stored([p for p in model.parameters() if p.requires_grad], optimizer.folder, optimizer.written)
+    return Kept(optimizer) if any("samples" in state for state in optimizer.state.values()) else optimizer
 
 
 class Kept:
@@ -234,7 +277,7 @@ def one_sample_epsilon(log_likelihood_range: float, samples: int = 1, temperatur
     """What exact posterior samples cost under add/remove, without any noise (after Wang et al., 2015).
 
     .. math:: \\varepsilon = \\frac{k R}{\\tau}, \\qquad
-        R = \\sup_{x, \\theta} \\log p(x \\mid \\theta) - \\inf_{x, \\theta} \\log p(x \\mid \\theta)
+        R = \\sup_x \\left( \\sup_\\theta \\log p(x \\mid \\theta) - \\inf_\\theta \\log p(x \\mid \\theta) \\right)
 
     One example multiplies the unnormalized posterior by a factor within e^R of any other, and the normalizer takes
     back at most as much. The samples must be exact: those of a chain that has not converged promise nothing of this.

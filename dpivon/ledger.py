@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from dpivon import accounting
+from dpivon.methods import METHODS
 
 SCHEMA = 1
 FIELDS: dict[str, Any] = {
@@ -77,19 +78,30 @@ def validate(record: Any) -> None:
 def check(record: Mapping[str, Any]) -> None:
     """Raise LedgerError unless a record's epsilon follows from its own sigma_p, q = b / N and T.
 
-    Further releases from the same examples, and the choice of a temperature on others, are counted as the record says.
-    A method that is not private has no epsilon, and nothing to check.
+    Further releases from the same examples, and the choice of a temperature on others, are counted as the record says,
+    and a record of a run that makes them must say so. A method that is not private has no epsilon, and nothing to
+    check.
     """
-    p = record["privacy"]
+    p, config = record["privacy"], record["config"]
+    method = METHODS.get(config["method"])
     if p is None:
+        if method is not None and method.private and record["status"] != "failed":
+            raise LedgerError(f"{record['key']}: {config['method']!r} is private, and the record states no privacy")
         return
     if p["sample_rate"] != p["batch_size"] / p["n"]:
         raise LedgerError(f"{record['key']}: sample_rate is {p['sample_rate']}, not {p['batch_size']} / {p['n']}")
     if p["steps"] != record["results"]["steps"]:
         raise LedgerError(f"{record['key']}: {record['results']['steps']} steps were done, {p['steps']} accounted for")
-    for name in ("batch_size", "delta", "accountant", "max_grad_norm"):
-        if p[name] != record["config"][name]:
-            raise LedgerError(f"{record['key']}: {name} is {record['config'][name]} in config, {p[name]} in privacy")
+    noise = () if config["noise_multiplier"] is None else ("noise_multiplier",)
+    for name in ("batch_size", "delta", "accountant", "max_grad_norm", "holdout", *noise):
+        if p[name] != config[name]:
+            raise LedgerError(f"{record['key']}: {name} is {config[name]} in config, {p[name]} in privacy")
+    if p["simulation"] != (config["seed"] is not None):
+        raise LedgerError(f"{record['key']}: simulation is {p['simulation']}, and the seed {config['seed']}")
+    if "temperature" in record["results"] and not p.get("set_aside"):
+        raise LedgerError(f"{record['key']}: a temperature was chosen, and privacy has no set_aside examples for it")
+    if record["status"] == "finished" and method is not None and method.probe is not None and not p.get("besides"):
+        raise LedgerError(f"{record['key']}: {config['method']!r} releases a curvature, and privacy has no besides")
     besides = [tuple(event) for event in p.get("besides", ())]
     steps = accounting.epsilon(
         p["noise_multiplier"], p["sample_rate"], p["steps"], p["delta"], p["accountant"], besides

@@ -6,6 +6,7 @@ The mechanism adds up their clipped sums and adds the noise once. What is here k
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,9 +61,9 @@ def any_of(flag: bool) -> bool:
     return any(flags)
 
 
-def same(step: int) -> bool:
-    """Whether all processes have done as many steps."""
-    steps = [step] * ranks()[1]
-    if len(steps) > 1:
-        dist.all_gather_object(steps, step)
-    return len(set(steps)) == 1
+def same(state: Any) -> bool:
+    """Whether all processes are in the same state."""
+    states = [state] * ranks()[1]
+    if len(states) > 1:
+        dist.all_gather_object(states, state)
+    return all(other == state for other in states)

@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 import tomllib
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, redirect_stderr
 from dataclasses import asdict, dataclass
@@ -29,6 +30,7 @@ LOCAL = {
     "distributed.nanny.pre-spawn-environ.DASK_LOGGING__DISTRIBUTED": "critical",
     "distributed.worker.preload": ["import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"],
 }
+HERE = Path(__file__).parent
 MOST = 100_000
 PATIENCE = 30.0  # seconds, for a cluster's scheduler, and for its first worker
 MISSING = "a sweep needs dask and joblib, which are not installed; pip install 'dpivon[sweep]'"
@@ -374,7 +376,20 @@ def job(config: train.Config, root: Path | None, device: str = "cpu", shifted: b
     except data.DataError:
         raise
     except Exception as error:
-        return failure(config, f"{type(error).__name__}: {error}", time.perf_counter() - begin)
+        print(f"[diagnostic, not covered by epsilon: {type(error).__name__}: {error}]", file=sys.stderr)
+        return failure(config, publishable(error), time.perf_counter() - begin)
+
+
+def publishable(error: BaseException) -> str:
+    """What a record may say of an error: the message of those that dpivon words, of others the place where they came.
+
+    That of an allocator, say, has the size of the batch in it, which is private.
+    """
+    if isinstance(error, ValueError | OSError | FloatingPointError):
+        return f"{type(error).__name__}: {error}"
+    here = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent == HERE]
+    place = f" in {Path(here[-1].filename).name}, line {here[-1].lineno}" if here else ""
+    return f"{type(error).__name__}{place}; its message, which may tell of examples, is not recorded"
 
 
 def failure(config: train.Config, error: str, seconds: float) -> dict[str, Any]:

@@ -387,7 +387,7 @@ class Run:
             if privacy is None:
                 self.temperature = temperature.best(log_probs, y)
             else:
-                self.temperature_epsilon = min(privacy.epsilon, 1e6)
+                self.temperature_epsilon = min(max(privacy.epsilon, 1e-6), 1e6)  # so much noise may round it to 0
                 self.temperature = temperature.private(
                     log_probs, y, self.temperature_epsilon, self.sources["temperature"]
                 )
@@ -449,6 +449,10 @@ class Run:
             "sources": {name: generator.get_state() for name, generator in self.sources.items()},
             "layers": layers_source(self.device).get_state(),
             "trace": self.trace,
+            "concluded": self.concluded,
+            "temperature": self.temperature,
+            "temperature_epsilon": self.temperature_epsilon,
+            **({"iterates": self.optimizer.written} if getattr(self.optimizer, "folder", None) else {}),
             "identity": self.identity(),
         }
 
@@ -457,6 +461,7 @@ class Run:
         aside = [hashlib.sha256(t.cpu().numpy().tobytes()).hexdigest() for t in self.calibration or ()]
         return {
             **({"set aside": aside} if aside else {}),
+            **({"iterates": "in a folder"} if getattr(self.optimizer, "folder", None) else {}),
             "config": asdict(self.config),
             "recipe": RECIPE,
             "data": self.images.fingerprint,
@@ -476,7 +481,7 @@ class Run:
             the state belongs to another run.
         """
         here, there = self.identity(), state["identity"]
-        differing = [name for name in here if here[name] != there.get(name)]
+        differing = [name for name in {**here, **there} if here.get(name) != there.get(name)]
         if "config" in differing:
             differing += [f"config.{k}" for k, v in here["config"].items() if v != there["config"].get(k, v)]
         if differing:
@@ -484,6 +489,8 @@ class Run:
                 f"the checkpoint belongs to another run ({', '.join(differing)} differ); resuming would replay its "
                 "noise on something else and break the guarantee: use another file, or the run's own settings"
             )
+        if "iterates" in state:
+            langevin.take_up(self.optimizer, state["iterates"])
         self.step = state["step"]
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -493,6 +500,10 @@ class Run:
             self.sources[name].set_state(saved)
         layers_source(self.device).set_state(state["layers"])
         self.trace = state["trace"]
+        self.concluded = state.get("concluded", False)  # then what it releases is in the state already
+        self.besides = self.planned if self.concluded else []
+        self.temperature = state.get("temperature")
+        self.temperature_epsilon = state.get("temperature_epsilon", 0.0)
 
 
 def run(
@@ -580,8 +591,10 @@ def run(
             checkpoint_path = processes.own(str(checkpoint_path))
         if checkpoint_path is not None and Path(checkpoint_path).exists():
             now.load_state_dict(checkpoint.load(checkpoint_path))
-        if not processes.same(now.step):
-            raise ValueError("the processes' checkpoints are of different steps; delete them all, or restore a set")
+        if not processes.same((now.step, now.sources["posterior"].get_state().numpy().tobytes())):  # one run's alone
+            raise ValueError(
+                "the processes' checkpoints are of different steps or runs; delete them all, or restore a set"
+            )
         if now.step:
             say(f"resumed at step {now.step} of {now.steps}")
         if samples_path is not None and now.step == 0 and any(Path(samples_path).glob("*.safetensors")):
@@ -636,7 +649,9 @@ def set_aside(images: data.Images, share: float) -> tuple[data.Images, tuple[Ten
     """The data without about `share` of the training examples, and these.
 
     An example's own pixels decide, by `assignment.place`, so adding one leaves all others where they are. Everybody is
-    in one part only: what is learned from the two costs the larger of their epsilons (parallel composition).
+    in one part only: what is learned from the two costs the larger of their epsilons (parallel composition). The sizes
+    of both parts are taken as public, as N is. With N they tell in which part the last example is to who knows all
+    others, and so a little of its pixels: more than N alone does.
 
     Raises
     ------

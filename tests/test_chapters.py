@@ -12,7 +12,25 @@ import torch.nn.functional as F
 from notebook import ROOT, definitions
 from torch import Tensor
 
-from dpivon import accounting, adaptive, audit, backprop, curvature, data, gradients, ivon, mechanism, metrics, models
+from dpivon import (
+    accounting,
+    adaptive,
+    assignment,
+    audit,
+    backprop,
+    curvature,
+    data,
+    ensemble,
+    gradients,
+    iterates,
+    ivon,
+    langevin,
+    laplace,
+    mechanism,
+    metrics,
+    models,
+    temperature,
+)
 
 # ---- Chapter 2: DP-SGD from scratch
 
@@ -787,3 +805,185 @@ def test_chapter_5_scores_are_the_module_s(five):
     assert five["ece"](log_probs, y) == pytest.approx(expected["ece"], abs=1e-5)
     assert five["nll"](log_probs, y) == pytest.approx(expected["nll"])
     assert five["brier"](log_probs, y) == pytest.approx(expected["brier"])
+
+
+# ---- Sampling and dropout
+
+
+@pytest.fixture(scope="module")
+def six() -> dict[str, Any]:
+    return definitions("book/06_sampling_and_dropout.ipynb")
+
+
+@pytest.mark.parametrize(("temperature", "sigma_p"), [(1.0, 3.0), (0.01, 3.0), (0.0, 0.7)])
+def test_chapter_6_takes_the_module_s_steps_and_keeps_its_iterates(six, digits, temperature, sigma_p):
+    """The same batches, noises and start: the same walk, and the same kept iterates of it."""
+    (x, y), steps, C, b, lr = (digits[0].double(), digits[1]), 23, 0.7, 24, 0.5
+    gradient = six["private_gradients"](
+        six["each_gradient"], x.flatten(1), y, sigma_p, C, b, coins=seeded(2), noise=seeded(3)
+    )
+    settings = {"temperature": temperature, "weight_decay": 0.01, "noise_std": sigma_p * C / b}
+    path = six["sgld"](gradient, flat_start(), lr, steps, ess=100, generator=seeded(1), **settings)
+    model = FlatNetwork(six["network"], flat_start())
+    optimizer = langevin.SGLD(model.parameters(), lr, 100, steps, samples=4, generator=seeded(1), **settings)
+    dp = mechanism.mechanism(
+        optimizer, noise_multiplier=sigma_p, max_grad_norm=C, batch_size=b, n=len(y), generator=seeded(3)
+    )
+    for B in mechanism.poisson_batches(len(y), b, steps, seeded(2)):
+        with optimizer.sampled_params():
+            mechanism.private_gradient(model, F.cross_entropy, x[B], y[B], dp)
+        optimizer.step()
+    torch.testing.assert_close(path[-1], model.theta.detach(), atol=1e-9, rtol=1e-9)
+    kept = optimizer.state[model.theta]["samples"]
+    assert len(kept) == 4
+    torch.testing.assert_close(six["thinned"](path, 4).flip(0), kept, atol=1e-9, rtol=1e-9)
+    assert (path[-1] - flat_start()).abs().max() > 0.05
+
+
+@pytest.mark.parametrize(("steps", "samples"), [(168, 32), (23, 4), (10, 32), (7, 1), (64, 32)])
+def test_chapter_6_thins_as_the_module(six, steps, samples):
+    p = torch.nn.Parameter(torch.zeros(1))
+    expected = list(langevin.SGLD([p], 0.1, 10.0, steps, samples).keep)
+    assert six["thinned"](torch.arange(1, steps + 1), samples).tolist() == expected
+
+
+def test_chapter_6_masked_gradients(six, digits):
+    """With masks given, the chapter's gradient is autograd's of a network whose dropout drew these masks."""
+    x, y = digits[0][:9].flatten(1).double(), digits[1][:9]
+    theta, mask = flat_start(), six["masks"](9, 0.4, seeded()).double()
+    found = six["each_gradient"](theta, x, y, mask)
+    for i in range(9):
+        free = theta.clone().requires_grad_()
+        W, b, V, c = free.split(six["SIZES"])
+        hidden = F.linear(x[i], W.view(64, 64), b).tanh() * mask[i]
+        loss = F.cross_entropy(F.linear(hidden, V.view(10, 64), c), y[i])
+        torch.testing.assert_close(found[i], torch.autograd.grad(loss, free)[0])
+    again = six["with_masks"](six["each_gradient"], 0.4, seeded())(theta, x, y)
+    torch.testing.assert_close(again, found, atol=1e-6, rtol=1e-5)
+
+
+def flat(parts: Any) -> Tensor:
+    return torch.cat([part.detach().flatten() for part in parts])
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_chapter_6_ensembles(six, digits, shards):
+    """One joint gradient an example, of all members or of the one in its place."""
+    x, y = digits[0][:30], digits[1][:30]
+    model = ensemble.Ensemble(mlp(), members=3, shards=shards).train()
+    parts, _ = gradients.per_example_gradients(model, ensemble.summed(F.cross_entropy), x, y)
+    expected = torch.cat([part.flatten(1) for part in parts], 1)
+    theta = flat(model.parameters())
+    if shards:
+        found = six["each_of_one"](theta, x.flatten(1), y, assignment.place, 3)
+    else:
+        found = six["each_of_all"](theta, x.flatten(1), y, 3)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
+    assert int((expected == 0).all(1).sum()) == 0
+
+
+def test_chapter_6_averages(six):
+    """The module's average and its variance are the chapter's, of the optimizer's own iterates."""
+    p = torch.nn.Parameter(torch.zeros(5, dtype=torch.float64))
+    optimizer = iterates.sgd([p], lr=0.3, steps=50)
+    path, source = [], seeded()
+    for step in range(50):
+        p.grad = 0.5 * p.detach() + torch.randn(5, generator=source, dtype=torch.float64)
+        before = p.detach().clone()
+        optimizer.step()
+        if step < 49:
+            path.append(p.detach().clone())
+    path.append(before - 0.3 * optimizer.state[p]["momentum"] / (1 - 0.9**50))
+    mean, v = six["average_and_variance"](torch.stack(path))
+    torch.testing.assert_close(p.detach(), mean)
+    torch.testing.assert_close(optimizer.state[p]["average_variance"], v)
+
+
+def test_chapter_6_chooses_the_module_s_temperature(six):
+    log_probs = (3 * torch.randn(60, 10, generator=seeded())).log_softmax(1)
+    y = torch.randint(10, (60,), generator=seeded(6))
+    assert tuple(six["CANDIDATES"]) == temperature.CANDIDATES
+    assert six["WORST"] == temperature.WORST
+    torch.testing.assert_close(six["capped_losses"](log_probs.double(), y), temperature.losses(log_probs, y))
+    ours, theirs = seeded(1), seeded(1)
+    choices = [
+        (six["choose"](log_probs, y, 0.3, ours), temperature.private(log_probs, y, 0.3, theirs)) for _ in range(40)
+    ]
+    assert all(a == b for a, b in choices)
+    assert len(set(choices)) > 2
+
+
+def test_chapter_6_curvature_of_the_last_layer(six, digits):
+    x, y = digits[0][:12], digits[1][:12]
+    model = mlp()
+    probe = laplace.Probe(model)
+    (parts,), _ = gradients.per_example_gradients(probe, laplace.mean_product, x, y)
+    found = six["each_curvature"](flat(model.parameters()), x.flatten(1)).view(12, 10, 65)
+    torch.testing.assert_close(found, parts, atol=1e-6, rtol=1e-4)
+    optimizer = laplace.sgd(model.parameters(), lr=0.1, ess=12.0)
+    posterior = laplace.Laplace(model, optimizer)
+    probe.v.grad = found.mean(0) - 0.005
+    posterior.learn(probe)
+    weight, bias = posterior.variance().values()
+    expected = six["last_layer_variance"](found.mean(0) - 0.005, 12.0)
+    torch.testing.assert_close(torch.cat([weight, bias[:, None]], 1), expected)
+    assert int((found.mean(0) < 0.005).sum()) > 0
+
+
+def test_chapter_6_free_noise(six):
+    assert six["free_noise_multiplier"](0.3, 1438, 256, 2.0, 0.5) == langevin.free_noise_multiplier(
+        0.3, 1438, 256, 2.0, 0.5
+    )
+
+
+# ---- Fast and large
+
+
+@pytest.fixture(scope="module")
+def fifteen() -> dict[str, Any]:
+    return definitions("book/15_fast_and_large.ipynb")
+
+
+@pytest.fixture(scope="module")
+def photos() -> tuple[Tensor, Tensor]:
+    return torch.rand(9, 3, 32, 32, generator=seeded()), torch.randint(10, (9,), generator=seeded(6))
+
+
+@pytest.mark.parametrize("name", ["lenet", "tanh_cnn"])
+@pytest.mark.parametrize("way", ["by_vmap", "by_keeping", "by_ghost", "by_one_backward"])
+def test_chapter_15_engines_give_the_module_s_sum(fifteen, photos, name, way):
+    model = models.build(name, (3, 32, 32), 10, seed=3)
+    found = fifteen[way](model, F.cross_entropy, *photos, 0.3)
+    assert_equal(list(found), gradients.clipped_sum(model, F.cross_entropy, *photos, 0.3).sums)
+
+
+def test_chapter_15_norms_are_the_module_s(fifteen, digits):
+    x, y = digits
+    model = mlp()
+    outer = gradients.linear_weights(model)
+    kept, _, _ = gradients.chunk_gradients(model, F.cross_entropy, x, y, outer)
+    parts, _ = fifteen["factors"](model, F.cross_entropy, x, y)
+    for layer, (a, d) in zip((1, 3), parts, strict=True):
+        bias = kept[f"{layer}.bias"].square().sum(1)
+        expected = gradients.norms_of(kept[f"{layer}.weight"]).square() + bias
+        torch.testing.assert_close(fifteen["gram_squares"](a, d), expected, atol=1e-7, rtol=1e-4)
+    norms = torch.tensor([0.0, 0.2, 3.0])
+    torch.testing.assert_close(fifteen["clip_factors"](norms, 0.5), gradients.clip_factors(norms, 0.5))
+
+
+@pytest.mark.parametrize("name", ["mlp", "lenet", "tanh_cnn"])
+def test_chapter_15_chunk_is_the_module_s(fifteen, name):
+    model = models.build(name, (3, 32, 32), 10)
+    assert fifteen["default_chunk"](model) == gradients.default_chunk(model, gradients.linear_weights(model))
+
+
+def test_chapter_15_padding_leaves_the_sum(fifteen, photos):
+    model = models.build("lenet", (3, 32, 32), 10, seed=3)
+
+    def each(x, y, C):
+        found, _ = gradients.per_example_gradients(model, F.cross_entropy, x, y)
+        norms = torch.stack([gradients.norms_of(g) for g in found]).norm(dim=0)
+        return [torch.einsum("i,i...->i...", gradients.clip_factors(norms, C), g) for g in found]
+
+    found = fifteen["padded"](each, *photos, 14, 0.3)
+    assert_equal(found, gradients.clipped_sum(model, F.cross_entropy, *photos, 0.3).sums)

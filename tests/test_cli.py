@@ -1,12 +1,15 @@
 """The command line, as its user types it."""
 
+import json
 import subprocess
 import sys
+from unittest.mock import patch
 
 import pytest
+import torch
 
 from dpivon import __main__ as command_line
-from dpivon import ledger
+from dpivon import bench, gradients, ledger, models
 
 
 @pytest.fixture
@@ -72,14 +75,53 @@ def test_errors_are_one_line(arguments, message, dpivon):
     assert err.count("\n") == 1
 
 
-def test_bench_prints_ratios_for_every_engine(dpivon):
-    status, out = dpivon("bench", "--models", "lenet", "--batch-sizes", "16", "--repeats", "1")
+def test_bench_prints_ratios_for_every_engine(dpivon, tmp_path):
+    status, out = dpivon("bench", "--models", "lenet", "--batch-sizes", "16", "--repeats", "1", "--out", "bench.json")
     assert status == 0
     for part in (
-        "ours", "Opacus hooks", "Opacus ghost", "not private, channels last", "MiB", "times as fast as",
-        "times a DP-SGD step", "times those of ivon-opt",
+        "ours", "vmap of the whole model", "Opacus hooks", "Opacus ghost", "not private, channels last", "MiB",
+        "times as fast as", "times a DP-SGD step", "times those of ivon-opt",
     ):  # fmt: skip
         assert part in out
+    found = json.loads((tmp_path / "bench.json").read_text())
+    assert {row["engine"] for row in found["rows"]} == {
+        name
+        for name in bench.CONTENDERS
+        if not name.split()[-1].isdigit()  # no chunk is smaller than the batch
+    }
+    for row in found["rows"]:
+        assert row["images_per_second"] == pytest.approx(16 / row["seconds"])
+        assert row["mib"] >= 0
+        assert f"{row['images_per_second']:,.0f} images/s" in out
+    assert (found["ivon"][0]["batch_size"], found["hardware"]["threads"]) == (16, 1)
+    assert found["peer"][0]["seconds"] > 0
+    assert {"commit", "dirty"} == found["code"].keys()
+
+
+def test_the_bench_s_vmap_takes_the_engine_s_step():
+    x, y = torch.randn(20, 3, 32, 32), torch.randint(0, 10, (20,))
+    weights, factored = [], []
+    for contender in (bench.ours, bench.whole_vmap):
+        model = models.build("lenet", (3, 32, 32), 10, seed=0)
+        with patch.object(bench.mechanism, "new_generator", lambda device: torch.Generator().manual_seed(0)):
+            contender(model, x, y)()
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        factored.append(len(gradients.linear_weights(model)))
+    assert factored == [3, 0]
+    torch.testing.assert_close(*weights, atol=1e-6, rtol=1e-4)
+
+
+def test_bench_times_in_turns_and_stops_at_the_limit():
+    calls = []
+
+    def contender(name, seconds):
+        return lambda: calls.append(name) or seconds.pop(0)
+
+    times = [9.0, 1.0, 3.0, 2.0], [9.0, 5.0, 4.0, 6.0]
+    assert bench.medians([contender(n, list(t)) for n, t in zip("ab", times, strict=True)], 3, 100.0) == [2.0, 5.0]
+    assert calls == list("abababab")
+    assert bench.medians([contender("a", [9.0, 1.0, 2.0, 4.0])], 3, 10.5) == [1.5]
+    assert bench.medians([contender("a", [9.0, 1.0])], 3, 8.0) == [9.0]
 
 
 def test_audit_prints_claims_beside_what_it_certifies(dpivon, tmp_path):

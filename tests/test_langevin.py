@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from dpivon import accounting, data, langevin, metrics, predict, train
+from dpivon import accounting, checkpoint, data, langevin, metrics, predict, train
 
 K, CENTER = torch.tensor([1.0, 4.0], dtype=torch.float64), torch.tensor([0.5, -2.0], dtype=torch.float64)
 ESS, LR, DECAY = 50.0, 0.1, 0.5
@@ -177,4 +177,59 @@ def test_a_folder_that_cannot_serve_is_named(tmp_path):
     for file in tmp_path.iterdir():
         file.write_bytes(file.read_bytes()[:-10])
     with pytest.raises(ValueError, match="not a whole iterate"), langevin.Stored([], tmp_path).sampled_params():
+        pass
+
+
+def stopped(config, images, folder, at, path):
+    """A run in a folder, stopped after some steps, with a checkpoint."""
+    now = train.Run(config, images)
+    now.optimizer.folder = str(folder)
+    keep, now.steps = now.optimizer.keep, at
+    train.train(now, path, lambda line: None)
+    return keep
+
+
+def test_a_resumed_run_takes_no_iterates_of_another_run_nor_of_later_steps(tmp_path):
+    """Those of a run without privacy would predict better than this epsilon allows."""
+    images = data.digits()
+    other, mine, empty = (tmp_path / name for name in ("other", "mine", "empty"))
+    for folder in (other, mine, empty):
+        folder.mkdir()
+    train.run(train.Config(method="sgld", epochs=2, seed=1, samples=5), images=images, samples_path=other)
+    config = train.Config(method="dp-sgld", epochs=4, seed=0, samples=5, noise_multiplier=20.0, schedule="constant")
+    config = train.resolve(config)
+    keep = stopped(config, images, mine, 16, tmp_path / "c")
+    for folder in (other, empty):
+        with pytest.raises(ValueError, match="does not hold the iterates that the checkpoint knows of"):
+            train.run(config, images=images, samples_path=folder, checkpoint_path=tmp_path / "c")
+    with pytest.raises(ValueError, match="iterates differ"):  # half of them would be in memory
+        train.run(config, images=images, checkpoint_path=tmp_path / "c")
+    # Written after the checkpoint, before the machine went down: no statement of this run counts those steps.
+    known = {path.name for path in mine.iterdir()}
+    (mine / f"{keep[0]:08}.safetensors").write_bytes((next(other.iterdir())).read_bytes())
+    now = train.Run(config, images)
+    now.optimizer.folder = str(mine)
+    now.load_state_dict(checkpoint.load(tmp_path / "c"))
+    assert {path.name for path in mine.iterdir()} == known == {path.name for path in now.posterior().files}
+    # An earlier one can be no one's but another run's, and what is not known is not removed.
+    (mine / "00000001.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match="or other ones; give the folder of the run that is resumed"):
+        now.load_state_dict(checkpoint.load(tmp_path / "c"))
+    assert (mine / "00000001.safetensors").exists()
+
+
+def test_a_run_predicts_by_the_iterates_that_it_wrote_itself(tmp_path):
+    images = data.digits()
+    config = train.Config(method="dp-sgld", epochs=2, seed=0, samples=3, noise_multiplier=3.0)
+    now = train.Run(train.resolve(config), images)
+    now.optimizer.folder = str(tmp_path)
+    assert now.posterior() is now.optimizer  # none is kept yet: a run that is stopped now predicts by the latest
+    assert set(train.evaluate(now)) == {"mean", "samples"}
+    assert train.stored(now) == 4810
+    train.train(now, None, lambda line: None)
+    (tmp_path / "00000001.safetensors").write_bytes(b"another run's")
+    assert len(now.posterior().files) == 3
+    file = now.posterior().files[0]
+    file.write_bytes(now.posterior().files[1].read_bytes())
+    with pytest.raises(ValueError, match="two runs cannot share a folder"), now.posterior().sampled_params():
         pass

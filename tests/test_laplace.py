@@ -202,3 +202,29 @@ def test_errors_name_the_value():
     for model in (nn.Sequential(nn.Tanh()), nn.Linear(2, 2, bias=False)):
         with pytest.raises(ValueError, match="must end in a linear layer with a bias"):
             laplace.Probe(model)
+
+
+def test_the_state_after_the_release_holds_it_and_no_second_one_is_made(digits):
+    config = small(calibration=0.2, epochs=1)
+    kept, aside = train.set_aside(digits, 0.2)
+    now = train.Run(config, kept, calibration=aside)
+    train.train(now, None, lambda line: None)
+    again = train.Run(config, kept, calibration=aside)
+    again.load_state_dict(now.state_dict())
+    train.train(again, None, lambda line: None)
+    weight, its = (laplace.last_layer(run.model).weight for run in (now, again))
+    assert torch.equal(again.optimizer.state[its]["curvature"], now.optimizer.state[weight]["curvature"])
+    assert again.accountant.history == now.accountant.history
+    assert again.statement() == now.statement()
+    assert again.temperature == now.temperature
+
+
+def test_a_record_of_a_run_must_state_its_release(digits):
+    record = train.run(small(epochs=1), images=digits)
+    ledger.check(record)
+    p = record["privacy"]
+    p["epsilon"] = accounting.epsilon(p["noise_multiplier"], p["sample_rate"], p["steps"], p["delta"])
+    del p["besides"]
+    with pytest.raises(ledger.LedgerError, match="'dp-laplace' releases a curvature, and privacy has no besides"):
+        ledger.check(record)
+    ledger.check({**record, "status": "interrupted"})

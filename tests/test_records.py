@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dpivon import ledger, records, train
+from dpivon import ledger, records, sweep, train
 
 RESULTS = Path(__file__).parents[1] / "book" / "results"
 
@@ -124,7 +124,10 @@ def test_a_summary_is_over_seeds_and_counts_each_run_once(file, tmp_path, capsys
     ("changes", "message"),
     [
         ({"privacy__epsilon": 1.0}, r"epsilon is recorded as 1.0, and computed again it is \d"),
-        ({"privacy__noise_multiplier": 8.0}, "epsilon is recorded as"),
+        ({"privacy__noise_multiplier": 8.0}, "noise_multiplier is 4.0 in config, 8.0 in privacy"),
+        ({"privacy__holdout": 5}, "holdout is 0 in config, 5 in privacy"),
+        ({"privacy__simulation": False}, "simulation is False, and the seed 0"),
+        ({"results__temperature": 1.0}, "a temperature was chosen, and privacy has no set_aside"),
         ({"privacy__sample_rate": 0.1}, "sample_rate is 0.1, not 256 / 1438"),
         ({"privacy__steps": 3}, "6 steps were done, 3 accounted for"),
         ({"privacy__delta": 1e-9}, "delta is 1e-05 in config, 1e-09 in privacy"),
@@ -142,6 +145,14 @@ def test_an_epsilon_that_does_not_follow_from_its_noise_is_noticed(file, tmp_pat
         ledger.append(wrong, r)
     assert show(capsys, wrong, check=True, status=1)[-1] == "2 epsilons computed again, 1 wrong"
     assert show(capsys, file, check=True)[-1] == "9 epsilons computed again, 0 wrong"
+
+
+def test_a_private_method_must_state_its_privacy_unless_it_failed(file):
+    good = ledger.read(file)[0]
+    with pytest.raises(ledger.LedgerError, match="'dp-sgd' is private, and the record states no privacy"):
+        ledger.check(changed(good, privacy=None))
+    ledger.check(changed(good, privacy=None, config__method="sgd"))
+    ledger.check(sweep.failure(train.resolve(train.Config()), "OSError: the disk", 1.0))
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.jsonl")), ids=lambda path: path.name)

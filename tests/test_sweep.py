@@ -4,6 +4,7 @@ import ast
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from dpivon import compare, data, ledger, sweep, train
 from dpivon.methods import METHODS
@@ -223,6 +225,26 @@ def test_a_failed_run_is_recorded_and_does_not_stop_the_others(grid, serial, cap
     # Readers of finished lines do not see it.
     c = compare.Compare(ledger=grid.ledger, methods=("dp-sgd",), epsilon=(8.0,), seeds=1, epochs=1.0)
     assert [r["status"] for r in c.run(lambda line: None)] == ["finished"]
+
+
+def test_a_failed_record_holds_no_message_that_may_tell_of_the_batch(grid, serial, monkeypatch, capsys):
+    """An allocator's message tells how much it was asked for, and so the size of the batch, which is private."""
+
+    def unlucky(n, batch_size, steps, generator=None):
+        index = next(real(n, batch_size, 1, generator))
+        torch.empty(len(index) * 10**13)
+        yield index
+
+    real = train.mechanism.poisson_batches
+    monkeypatch.setattr(train.mechanism, "poisson_batches", unlucky)
+    record = sweep.job(sweep.read(grid.grid)[0], None)
+    assert record["status"] == "failed"
+    assert record["error"].startswith("RuntimeError in train.py, line ")
+    assert not re.search(r"\d{4}", record["error"])
+    shown = capsys.readouterr().err
+    assert shown.startswith("[diagnostic, not covered by epsilon: RuntimeError: ")
+    assert re.search(r"\d{9}", shown)
+    ledger.validate(record)
 
 
 def test_a_finished_line_counts_more_than_a_failed_one(grid, serial):

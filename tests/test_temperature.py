@@ -175,3 +175,11 @@ def test_any_method_takes_a_share_and_a_wrong_one_is_named(digits):
     for share in (0.0, 1.0, 150.0):
         with pytest.raises(ValueError, match="calibration must be between 0 and 1"):
             train.resolve(train.Config(calibration=share))
+
+
+def test_so_much_noise_that_epsilon_rounds_to_zero_ends_well(digits):
+    config = train.Config(method="dp-sgd-tempered", noise_multiplier=1e6, epochs=0.5, delta=6e-4, seed=0)
+    record = train.run(config, images=digits)
+    p = record["privacy"]
+    assert accounting.epsilon(1e6, p["sample_rate"], p["steps"], 6e-4) == 0
+    assert p["epsilon"] == p["temperature_epsilon"] == 1e-6

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dpivon import accounting, checkpoint, data, ledger, mechanism, methods, train
+from dpivon import accounting, checkpoint, data, ledger, mechanism, methods, processes, train
 
 SMALL = train.Config(data="digits", epsilon=3.0, epochs=3, seed=7)
 
@@ -355,3 +355,21 @@ def test_a_run_is_evaluated_under_shift_when_asked(digits):
     assert found["clean"]["accuracy"] > 0.1
     assert "digits" not in found["strangers"]
     ledger.validate(json.loads(json.dumps(record)))
+
+
+def test_checkpoints_of_two_runs_are_told_apart_by_processes_that_resume(tmp_path, monkeypatch):
+    """From the last steps of two runs, they would release another sum under the same noise."""
+    states = []
+    monkeypatch.setattr(processes, "same", lambda state: not states.append(state))
+    config = train.Config(method="dp-laplace", noise_multiplier=3.0, epochs=0.5)
+    for name in ("one", "one", "other", "other"):
+        train.run(config, checkpoint_path=tmp_path / name)
+    (fresh, one), (_, other) = states[:2], states[2:]
+    assert fresh[0] == 0
+    assert one[0] == other[0] > 0
+    assert one != other
+    train.run(config, checkpoint_path=tmp_path / "one")
+    assert states[-1] == one
+    monkeypatch.setattr(processes, "same", lambda state: False)
+    with pytest.raises(ValueError, match="of different steps or runs"):
+        train.run(config, checkpoint_path=tmp_path / "one")
