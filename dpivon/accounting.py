@@ -294,7 +294,8 @@ class PrivacyStatement:
             f"{self.steps} steps",
             "besides": "\n".join(f"Gaussian, sigma {sigma:.4g}, q = {q:g}, steps: {t}" for sigma, q, t in self.besides),
             "temperature": f"exponential mechanism, epsilon {up(self.temperature_epsilon):g}, on {self.set_aside} "
-            "examples\nthat training has not seen: the larger epsilon counts; the sizes of\nboth parts are taken as public",
+            "examples\nthat training has not seen: the larger epsilon counts; the sizes of\n"
+            "both parts are taken as public",
             "sampler": f"{self.sampler}, q = {self.batch_size:g} / {self.n}",
             "accountant": self.accountant.upper(),
             "released": "\n".join(textwrap.wrap(self.released, 66)),

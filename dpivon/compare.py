@@ -5,12 +5,21 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from tyro.constructors import PrimitiveConstructorSpec
 
 from dpivon import data, ledger, train
 from dpivon.methods import METHODS
 
 SHOWN = ("accuracy", "nll", "ece", "overconfidence")
+BUDGETS: Any = PrimitiveConstructorSpec(  # "1 3 8" or "1,3,8"
+    nargs="*",
+    metavar="FLOAT ...",
+    instance_from_str=lambda words: tuple(float(number) for number in ",".join(words).split(",")),
+    is_instance=lambda value: isinstance(value, tuple),
+    str_from_instance=lambda budgets: [f"{budget:g}" for budget in budgets],
+)
 COSTS = ("numbers kept", "train CPU s", "predict s", "memory MiB")
 
 
@@ -38,19 +47,19 @@ class Compare:
     ledger
         the file that holds the runs.
     figure
-        draw NLL and calibration against the budget into this file.
+        draw NLL and calibration against the budget into this file; None for no figure.
     root
         where the data lies.
     """
 
     data: str = "digits"
     model: str | None = None
-    epsilon: tuple[float, ...] = (1.0, 3.0, 8.0)
+    epsilon: Annotated[tuple[float, ...], BUDGETS] = (1.0, 3.0, 8.0)
     methods: tuple[str, ...] = ()
     seeds: int = 5
     epochs: float | None = None
     ledger: Path = Path("compare.jsonl")
-    figure: Path | None = None
+    figure: Path | None = Path("compare.png")
     root: Path | None = None
 
     def __call__(self) -> None:

@@ -4,6 +4,7 @@ import math
 import statistics
 
 import pytest
+import tyro
 
 from dpivon import compare, ledger, train
 
@@ -89,3 +90,10 @@ def test_the_peak_of_memory_is_what_was_allocated_meanwhile():
         block[:: 2**12] = b"x" * len(block[:: 2**12])
         del block
     assert memory() == pytest.approx(64, abs=16)
+
+
+def test_budgets_are_read_with_commas_or_spaces():
+    for words in (["--epsilon", "1,3,8"], ["--epsilon", "1", "3", "8"], ["--epsilon", "1,3", "8"]):
+        assert tyro.cli(compare.Compare, args=words).epsilon == (1.0, 3.0, 8.0)
+    with pytest.raises(SystemExit):
+        tyro.cli(compare.Compare, args=["--epsilon", "1,x"])

@@ -117,6 +117,7 @@ def test_a_tempered_run_predicts_at_the_temperature_and_states_its_cost(digits, 
     )
     text = str(accounting.PrivacyStatement(**{k: v for k, v in privacy.items() if k in FIELDS}))
     assert f"on {len(aside[1])} examples" in text
+    assert "both parts are taken as public" in text
     got = posterior.load(tmp_path / "p")
     assert got.temperature == results["temperature"]
     assert metrics.evaluate(got.log_probs(digits.x_test), digits.y_test) == pytest.approx(results["mean"])
