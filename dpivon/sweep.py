@@ -482,6 +482,9 @@ def backend(client: Any, resources: Mapping[str, float]) -> Any:
     from joblib._dask import DaskDistributedBackend
 
     class Backend(DaskDistributedBackend):
+        def effective_n_jobs(self, n_jobs: int) -> int:
+            return max(2, super().effective_n_jobs(n_jobs))  # for one, joblib would run all in this very process
+
         def submit(self, func: Any, callback: Any = None) -> Any:
             ((_, (config, *_), _),) = func.items
 

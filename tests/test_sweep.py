@@ -506,9 +506,17 @@ def test_the_command_runs_local_workers_and_ctrl_c_ends_it_cleanly(tmp_path):
         lines.append(line)
         if line.startswith("1 of 4"):
             os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to the workers too
-    assert process.wait(30) == 130
+    assert process.wait(120) == 130
     assert process.stderr.read() == ""
     assert lines[0] == "4 runs, 0 of them in runs.jsonl, 4 to run\n"
     assert "accuracy" in lines[1]
     assert lines[-1] == "stopped; what is done is in runs.jsonl, and the same command goes on from there\n"
     assert [r["status"] for r in ledger.read(tmp_path / "runs.jsonl")] == ["finished"]
+
+
+def test_a_single_worker_is_another_process(tmp_path):
+    """joblib would run the jobs of one worker in this process: at the wrong place, and deaf to Ctrl-C."""
+    with sweep.engine(sweep.Sweep(tmp_path / "grid.toml", workers=1), {"digits"}) as (parallel, width):
+        (pid,) = parallel(iter([(lambda config: os.getpid(), (None,), {})]))
+    assert width == 1
+    assert pid != os.getpid()

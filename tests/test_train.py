@@ -230,7 +230,8 @@ def test_holding_out_never_touches_the_test_set(digits):
     record = train.run(replace(SMALL, holdout=200), images=digits)
     assert record["privacy"]["n"] == digits.n - 200
     assert record["results"] != train.run(SMALL, images=digits)["results"]
-    assert "for a split that is taken as fixed; not the metrics, which are of 200 held-out private" in record["privacy"]["released"]
+    released = record["privacy"]["released"]
+    assert "for a split that is taken as fixed; not the metrics, which are of 200 held-out private examples" in released
 
 
 @pytest.mark.parametrize("name", list(methods.METHODS))
