@@ -1,7 +1,7 @@
 """How fast, and in how much memory: ratios within one run, never absolute promises.
 
 Each measurement runs in its own process, so that peak memory is its own, on one thread; times are medians of processor
-time, which other programs on the machine do not stretch.
+time, which other programs stretch less than the clock's; measure on a quiet machine all the same.
 """
 
 import json

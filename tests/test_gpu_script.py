@@ -8,14 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from dpivon import ledger
+
 SCRIPT = Path(__file__).parent.parent / "tools" / "gpu.py"
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     out = tmp_path_factory.mktemp("gpu")
+    (out / "grid.toml").write_text("[[grid]]\nmethod = ['dp-sgd', 'dp-ivon-gradsq']\nepochs = 1\nseed = 0\n")
     threads, arguments = torch.get_num_threads(), sys.argv
-    sys.argv = [str(SCRIPT), "--device", "cpu", "--tiny", "--out", str(out)]
+    sys.argv = [str(SCRIPT), "--device", "cpu", "--tiny", "--out", str(out), "--grid", str(out / "grid.toml")]
     try:
         with pytest.raises(SystemExit) as ended:
             runpy.run_path(str(SCRIPT), run_name="__main__")
@@ -23,7 +26,8 @@ def rows(tmp_path_factory):
         sys.argv = arguments
         torch.set_num_threads(threads)
     assert ended.value.code == 0
-    return json.loads((out / "speed.json").read_text())
+    found = json.loads((out / "speed.json").read_text())
+    return {**found, "runs": ledger.read(out / "runs.jsonl")}
 
 
 def test_each_variant_gives_the_engine_s_sum(rows):
@@ -35,6 +39,11 @@ def test_each_variant_gives_the_engine_s_sum(rows):
 
 def test_bfloat16_is_really_used(rows):
     assert [row["error"] > 1e-4 for row in rows["rows"]] == ["bf16" in row["variant"] for row in rows["rows"]]
+
+
+def test_the_grid_is_run_and_recorded(rows):
+    assert [r["config"]["method"] for r in rows["runs"]] == ["dp-sgd", "dp-ivon-gradsq"]
+    assert all(r["status"] == "finished" for r in rows["runs"])
 
 
 def test_the_file_names_the_hardware(rows):

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 
-from dpivon import gradients, ledger, models
+from dpivon import gradients, ledger, models, sweep, train
 
 C = 1.0
 SHAPE, CLASSES = (3, 32, 32), 10
@@ -127,7 +127,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, required=True, help="folder for speed.json and the grid's ledger")
     parser.add_argument("--tiny", action="store_true", help="small sizes, no compilation: to check the script itself")
-    parser.add_argument("--grid", type=Path, help="a sweep to run afterwards on the device; see `dpivon sweep`")
+    parser.add_argument("--grid", type=Path, help="a grid, as for `dpivon sweep`, to run afterwards on the device")
     parser.add_argument("--root", type=Path, help="where CIFAR-10 lies")
     options = parser.parse_args()
     device = torch.device(options.device)
@@ -144,6 +144,11 @@ def main() -> int:
                   f"error {row['error']:.1e}", flush=True)  # fmt: skip
     written = {"rows": rows, "code": ledger.code_state(), **ledger.environment()}
     (options.out / "speed.json").write_text(json.dumps(written, indent=1) + "\n")
+    path = options.out / "runs.jsonl"
+    for config in sweep.read(options.grid) if options.grid else ():
+        if not sweep.is_done(path, sweep.key(config), retry_failed=True):
+            record = train.run(config, root=options.root, device=options.device, ledger_path=path)
+            print(f"{config.method}: {sweep.outcome(record)}", flush=True)
     return 0
 
 
