@@ -12,6 +12,7 @@ import sys
 import time
 import tomllib
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, redirect_stderr
 from dataclasses import asdict, dataclass
@@ -451,6 +452,10 @@ def engine(sweep: Sweep, needed: Iterable[str]) -> Iterator[tuple[Any, int]]:
     for logger in ("distributed", "distributed.client"):  # what they have to say, we say in one line
         logging.getLogger(logger).setLevel(logging.CRITICAL)
     with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings(
+            "ignore", message=".*still being processed by the workers"
+        )  # of a sweep that was stopped
         if sweep.scheduler is None:
             for name in needed:  # a download happens once, and what is missing is said before workers start
                 loaded(name, sweep.root)
