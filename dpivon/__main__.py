@@ -1,5 +1,6 @@
 """The command line of dpivon: train, epsilon, audit, compare, sweep, ledger, bench."""
 
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -207,9 +208,18 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 }
 
 
+def spread(words: list[str]) -> list[str]:
+    """The command line with a list such as 1,3,8 as the words 1 3 8."""
+    number = r"[\d.]+(?:e-?\d+)?"
+    lists = re.compile(f"{number}(?:,{number})+")
+    return [part for word in words for part in (word.split(",") if lists.fullmatch(word) else [word])]
+
+
 def main() -> None:
     """Run one command; an error a person can mend is one line on stderr and exit status 2."""
-    command = tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="python -m dpivon", description=__doc__)
+    command = tyro.extras.subcommand_cli_from_dict(
+        COMMANDS, prog="python -m dpivon", description=__doc__, args=spread(sys.argv[1:])
+    )
     try:
         command()
     except (ValueError, OSError, FloatingPointError, ledger.LedgerError) as error:

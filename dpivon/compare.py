@@ -5,21 +5,12 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
-
-from tyro.constructors import PrimitiveConstructorSpec
+from typing import Any
 
 from dpivon import data, ledger, train
 from dpivon.methods import METHODS
 
 SHOWN = ("accuracy", "nll", "ece", "overconfidence")
-BUDGETS: Any = PrimitiveConstructorSpec(  # "1 3 8" or "1,3,8"
-    nargs="*",
-    metavar="FLOAT ...",
-    instance_from_str=lambda words: tuple(float(number) for number in ",".join(words).split(",")),
-    is_instance=lambda value: isinstance(value, tuple),
-    str_from_instance=lambda budgets: [f"{budget:g}" for budget in budgets],
-)
 COSTS = ("numbers kept", "train CPU s", "predict s", "memory MiB")
 
 
@@ -54,7 +45,7 @@ class Compare:
 
     data: str = "digits"
     model: str | None = None
-    epsilon: Annotated[tuple[float, ...], BUDGETS] = (1.0, 3.0, 8.0)
+    epsilon: tuple[float, ...] = (1.0, 3.0, 8.0)
     methods: tuple[str, ...] = ()
     seeds: int = 5
     epochs: float | None = None

@@ -53,7 +53,7 @@ class Sweep:
     workers
         local processes, of one thread each.
     scheduler
-        address of a dask scheduler, such as tcp://host:8786, whose workers take the place of local ones.
+        address of a dask scheduler, as it prints it at its start, whose workers take the place of local ones.
     resources
         what a run takes of a worker of that cluster, such as GPU=1.
     root
