@@ -130,13 +130,13 @@ def epsilon(
     ValueError
         a value is out of range.
     """
-    check(sample_rate, steps, delta)
-    if not 0 <= noise_multiplier < float("inf"):
-        raise ValueError(f"noise_multiplier must be finite and >= 0, got {noise_multiplier}")
+    events = [(noise_multiplier, sample_rate, steps), *besides]
+    for sigma, q, t in events:
+        check(q, t, delta)
+        if not 0 <= sigma < float("inf"):
+            raise ValueError(f"noise_multiplier must be finite and >= 0, got {sigma}")
     history = new_accountant(accountant)
-    if steps > 0:
-        history.history = [(noise_multiplier, sample_rate, int(steps))]
-    history.history += [(sigma, q, int(t)) for sigma, q, t in besides]
+    history.history = [(sigma, q, int(t)) for sigma, q, t in events if t > 0]
     return spent(history, delta)
 
 

@@ -129,7 +129,10 @@ class Images:
         ValueError
             If there is no such device here.
         """
-        device = torch.device(device)
+        try:
+            device = torch.device(device)
+        except RuntimeError as error:
+            raise ValueError(f"device {device!r} is unknown; use 'cpu', 'cuda' or 'cuda:1'") from error
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
             raise ValueError(f"device {str(device)!r} is not here ({torch.cuda.device_count()} GPUs); use 'cpu'")
         if device == self.x_train.device:

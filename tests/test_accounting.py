@@ -375,3 +375,9 @@ def test_a_statement_says_what_was_released_besides_and_of_a_temperature():
         assert "on 500 examples" in str(tempered)
         assert "the temperature" in tempered.released
         assert tempered.record()["set_aside"] == 500
+
+
+@pytest.mark.parametrize("event", [(-1.0, 1.0, 1), (float("nan"), 1.0, 1), (1.0, 2.0, 1), (1.0, 0.5, -1)])
+def test_a_further_release_out_of_range_is_refused(event):
+    with pytest.raises(ValueError, match="must be"):
+        accounting.epsilon(1.0, 0.1, 10, 1e-5, besides=[event])

@@ -17,6 +17,11 @@ def test_a_missing_gpu_is_named():
         train.run(SMALL, device=missing)
 
 
+def test_an_unknown_device_is_named():
+    with pytest.raises(ValueError, match="device 'gpu' is unknown; use 'cpu'"):
+        data.digits().to("gpu")
+
+
 def test_images_already_there_are_not_copied():
     digits = data.digits()
     assert digits.to("cpu") is digits
