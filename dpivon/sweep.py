@@ -26,8 +26,11 @@ import tyro
 from dpivon import data, ledger, train
 
 HINTS = get_type_hints(train.Config)
-# Local workers need not chat, and Ctrl-C, which the terminal sends to all, is for the sweep to hear, not for them.
+# Local workers need not chat, and Ctrl-C, which the terminal sends to all, is for the sweep to hear, not for them. And
+# dask would have them hand back each freed tensor to the system, so that every step pays for new pages: it takes twice
+# as long.
 LOCAL = {
+    "distributed.nanny.pre-spawn-environ.MALLOC_TRIM_THRESHOLD_": None,
     "distributed.nanny.pre-spawn-environ.DASK_LOGGING__DISTRIBUTED": "critical",
     "distributed.worker.preload": ["import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"],
 }
