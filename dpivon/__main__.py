@@ -177,7 +177,8 @@ class Attack:
 
 def summary(record: dict) -> str:
     """A record for a person: how it ended, test metrics, seconds, and what was promised."""
-    lines = [f"{record['status']} after {record['results']['steps']} steps, {record['seconds']:.0f} s"]
+    seconds = "" if record["seconds"] is None else f", {record['seconds']:.0f} s"
+    lines = [f"{record['status']} after {record['results']['steps']} steps{seconds}"]
     where = "held-out training examples" if record["config"]["holdout"] else "test set"
     for name in ("mean", "samples"):
         if name in record["results"]:

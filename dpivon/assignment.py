@@ -41,10 +41,21 @@ def place(x: Tensor, places: int) -> Tensor:
     Raises
     ------
     ValueError
-        there is no place.
+        there is no place, or a pixel is NaN or infinite, which the formula does not cover.
     """
     if places < 1:
         raise ValueError(f"places must be at least 1, got {places}")
+    wrong = int((~x.isfinite()).flatten(1).any(1).sum())
+    if wrong:
+        raise ValueError(f"{wrong} of {len(x)} examples have pixels that are NaN or infinite; repair or remove them")
+    return hashed(x, places)
+
+
+def hashed(x: Tensor, places: int) -> Tensor:
+    """The formula of `place` alone, for use under vectorization, which cannot look whether all pixels are finite.
+
+    An example with others goes to some place; in training its gradient is not finite either, and counts as zero.
+    """
     pixels = (x.detach().flatten(1) * 2**16).round().to(torch.int64) % PRIME
     factors = torch.tensor(coefficients(pixels.shape[1]), device=x.device)
     return (pixels * factors % PRIME).sum(1) % PRIME % places

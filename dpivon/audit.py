@@ -383,10 +383,12 @@ def started(config: train.Config, images: data.Images, canaries: int, planted: d
     Raises
     ------
     ValueError
-        the method is not private.
+        the method is not private, or examples are held out, which might be canaries.
     """
     assert config.model is not None
     assert config.seed is not None
+    if config.holdout:
+        raise ValueError(f"an audit trains on all examples, and holdout is {config.holdout}; leave it out")
     network = WithCanaries(models.build(config.model, images.shape, images.classes, config.seed), canaries)
     now = train.Run(config, planted, network, canary_loss)
     if now.dp is None:
@@ -422,7 +424,8 @@ def white_box(
     """Attack a training run of any method in the table by all that it may release.
 
     That is every gradient that the optimizer was given, the final weights, and the curvature or second moment where
-    there is one. The canaries are Dirac's, in one run.
+    there is one. The canaries are Dirac's, in one run. Only the curvature that dp-laplace releases once more after
+    training is not scored.
 
     Parameters
     ----------

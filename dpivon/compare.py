@@ -2,16 +2,22 @@
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dpivon import data, ledger, train
 from dpivon.methods import METHODS
+from dpivon.seeds import by_method, mean_and_error, values
 
 SHOWN = ("accuracy", "nll", "ece", "overconfidence")
-COSTS = ("numbers kept", "train CPU s", "predict s", "memory MiB")
+COSTS = {  # the head of a column, the part of the cost below it, and its format
+    "numbers kept": ("stored", ",.0f"),
+    "train CPU s": ("cpu_seconds", ".1f"),
+    "predict s": ("predict_seconds", ".2f"),
+    "memory MiB": ("memory_mib", ".0f"),
+}
 
 
 @dataclass(frozen=True)
@@ -103,25 +109,6 @@ class Compare:
         return found
 
 
-def values(records: Sequence[dict[str, Any]], name: str) -> list[float]:
-    """The metric `name` of each record, averaged over draws where the method draws."""
-    return [r["results"].get("samples", r["results"]["mean"])[name] for r in records]
-
-
-def mean_and_error(numbers: Sequence[float]) -> tuple[float, float]:
-    """Mean and standard error; the error of one number is not known, NaN."""
-    error = statistics.stdev(numbers) / math.sqrt(len(numbers)) if len(numbers) > 1 else math.nan
-    return statistics.fmean(numbers), error
-
-
-def by_method(records: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The records of each method, in order of appearance."""
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for r in records:
-        groups.setdefault(r["config"]["method"], []).append(r)
-    return groups
-
-
 def table(records: Sequence[dict[str, Any]]) -> list[str]:
     """Lines of text: a row for each method, with its metrics and what it costs."""
     heads = "".join(f"{head:>16s}" for head in (*SHOWN[:3], "conf. - acc.", *COSTS))
@@ -131,45 +118,32 @@ def table(records: Sequence[dict[str, Any]]) -> list[str]:
         for metric in SHOWN:
             mean, error = mean_and_error(values(group, metric))
             cells.append(f"{mean:9.3f} ± {error:.3f}" if error == error else f"{mean:9.3f}        ")
-        cost = [statistics.median(r["cost"][part] for r in group) for part in ("stored", "predict_seconds")]
-        seconds = statistics.median(r["cost"]["cpu_seconds"] for r in group)
-        lines.append(
-            f"{name:20s}"
-            + "".join(
-                f"{c:>16s}" for c in (*cells, f"{cost[0]:,.0f}", f"{seconds:.1f}", f"{cost[1]:.2f}", memory(group))
-            )
-        )
+        cells += [cost(group, part, form) for part, form in COSTS.values()]
+        lines.append(f"{name:20s}" + "".join(f"{cell:>16s}" for cell in cells))
     return lines
 
 
-def memory(records: Sequence[dict[str, Any]]) -> str:
-    """The median peak of training's memory, in MiB (a process' first run also loads libraries); a dash if unknown."""
-    known = [r["cost"]["memory_mib"] for r in records if r["cost"].get("memory_mib") is not None]
-    return f"{statistics.median(known):.0f}" if known else "-"
+def cost(records: Sequence[Mapping[str, Any]], name: str, form: str) -> str:
+    """The median of one part of the cost; a dash where no record tells it.
+
+    The memory is the training's, and a process' first run also loads libraries.
+    """
+    known = [r["cost"][name] for r in records if r["cost"].get(name) is not None]
+    return f"{statistics.median(known):{form}}" if known else "-"
 
 
 def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
-    """NLL and calibration error of each method against the budget, with standard errors."""
+    """NLL and calibration error of each method against the budget, with 95% intervals over seeds."""
     import matplotlib.pyplot as plt
 
     from dpivon import plots
 
     plots.use_style()
-    budgets = sorted({r["config"]["epsilon"] for r in records})
     figure, axes = plt.subplots(1, 2, figsize=(9.6, 4.2))
-    colors = [plots.COLORS[c] for c in ("blue", "orange", "green", "pink", "sky", "amber", "ink", "grey")]
-    for k, (name, group) in enumerate(by_method(records).items()):
-        for ax, metric in zip(axes, ("nll", "ece"), strict=True):
-            points = [
-                (e, *mean_and_error(values([r for r in group if r["config"]["epsilon"] == e], metric))) for e in budgets
-            ]
-            x, y, error = zip(*points, strict=True)
-            style = ("-", "--", ":")[k // len(colors)]
-            bars = None if any(e != e for e in error) else error
-            ax.errorbar(x, y, bars, color=colors[k % len(colors)], ls=style, marker="osD^v"[k % 5], ms=4, label=name)
-    for ax, title in zip(axes, ("NLL", "ECE"), strict=True):
-        plots.epsilon_axis(ax, budgets)
-        ax.set_title(title)
+    for ax, metric in zip(axes, ("nll", "ece"), strict=True):
+        plots.against(ax, records, "config.epsilon", metric)
+        plots.epsilon_axis(ax, sorted({r["config"]["epsilon"] for r in records}))
+        ax.set_title(metric.upper())
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     figure.savefig(path)
     plt.close(figure)

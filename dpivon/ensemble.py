@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from dpivon import adaptive
-from dpivon.assignment import place
+from dpivon.assignment import hashed
 
 Loss = Callable[[Any, Tensor], Tensor]
 
@@ -63,7 +63,7 @@ class Ensemble(nn.Module):
         if not self.training:
             return tree_map(mixed, *outputs)
         if self.shards:
-            own = place(x, len(outputs))
+            own = hashed(x, len(outputs))
             outputs = [tree_map(lambda t, m=m: only(t, own == m), output) for m, output in enumerate(outputs)]
         return outputs
 

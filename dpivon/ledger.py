@@ -9,7 +9,7 @@ import platform
 import subprocess
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import metadata, version
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ FIELDS: dict[str, Any] = {
     "code": dict,
     "versions": dict,
     "hardware": dict,
-    "seconds": (int, float),
+    "seconds": (int, float, type(None)),
     "time": str,
 }
 # What a line may also have; nothing that is there without it, so the schema is the same.
@@ -50,6 +50,16 @@ def key(config: Mapping[str, Any], recipe: int) -> str:
     given = {name: value for name, value in config.items() if value is not None}
     text = json.dumps({"config": given, "recipe": recipe}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def tells_effort(config: Mapping[str, Any]) -> bool:
+    """May a record tell how long its training took, and how much memory? Both follow the sizes of its batches.
+
+    Which examples were in a batch is secret, so the sizes are diagnostics, which epsilon does not cover: a record of a
+    private run without a seed has null there. A seeded run is a simulation, and promises nothing that this could break.
+    """
+    method = METHODS.get(config["method"])
+    return config["seed"] is not None or (method is not None and not method.private)
 
 
 def validate(record: Any) -> None:
@@ -139,6 +149,38 @@ def append(path: str | Path, record: Mapping[str, Any]) -> None:
         except OSError:
             os.ftruncate(file.fileno(), end)
             raise
+
+
+def published(name: str) -> Path:
+    """A file of the book's results: its own in a checkout, elsewhere (in Colab) a copy of this release's, downloaded.
+
+    Parameters
+    ----------
+    name
+        such as 'lenet.jsonl' or 'grids/lenet_arms.toml'.
+
+    Raises
+    ------
+    OSError
+        there is no such file, or it cannot be downloaded.
+    """
+    here = Path(__file__).parents[1] / "book" / "results"
+    if here.is_dir():
+        if not (here / name).is_file():
+            raise OSError(f"there is no {name} in {here}; see what is there: {sorted(p.name for p in here.iterdir())}")
+        return here / name
+    import pooch
+
+    release = version("dpivon")
+    links = metadata("dpivon").get_all("Project-URL") or []
+    repository = next(link.split(", ")[1] for link in links if link.startswith("Repository"))
+    address = f"{repository}/raw/v{release}/book/results/{name}"
+    folder = pooch.os_cache("dpivon") / "results" / release
+    pooch.get_logger().setLevel("WARNING")  # it would print each file's hash
+    try:  # the release names the bytes, so no hash of each is kept here
+        return Path(pooch.retrieve(address, known_hash=None, fname=name.replace("/", "-"), path=folder))
+    except (OSError, ValueError) as error:
+        raise OSError(f"{address} cannot be read ({error}); connect to the network, or clone the repository") from None
 
 
 def read(path: str | Path, strict: bool = True) -> list[dict[str, Any]]:

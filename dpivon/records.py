@@ -12,7 +12,7 @@ import torch
 import tyro
 
 from dpivon import ledger, train
-from dpivon.compare import mean_and_error
+from dpivon.seeds import mean_and_error
 
 METRICS = ("accuracy", "nll", "ece", "overconfidence")
 SHOWN = ("key", "status", "method", "noise_multiplier", "lr", "seed", *METRICS, "seconds")

@@ -1,16 +1,12 @@
-"""Many runs from one file: a grid in TOML, on local workers or on a cluster, resumable, recorded in a ledger."""
+"""Many runs: those of a grid that the ledger lacks, on local workers or on a cluster, resumable, each recorded."""
 
-import difflib
 import fcntl
 import io
-import itertools
 import logging
-import math
 import os
 import statistics
 import sys
 import time
-import tomllib
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,14 +14,13 @@ from contextlib import ExitStack, closing, contextmanager, redirect_stderr
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
 import torch
 import tyro
 
-from dpivon import data, ledger, train
+from dpivon import data, grid, ledger, train
 
-HINTS = get_type_hints(train.Config)
 # Local workers need not chat, and Ctrl-C, which the terminal sends to all, is for the sweep to hear, not for them. And
 # dask would have them hand back each freed tensor to the system, so that every step pays for new pages: it takes twice
 # as long.
@@ -35,7 +30,6 @@ LOCAL = {
     "distributed.worker.preload": ["import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"],
 }
 HERE = Path(__file__).parent
-MOST = 100_000
 PATIENCE = 30.0  # seconds, for a cluster's scheduler, and for its first worker
 MISSING = "a sweep needs dask and joblib, which are not installed; pip install 'dpivon[sweep]'"
 
@@ -90,7 +84,7 @@ class Sweep:
         for text in self.resources:
             amount(text)
         train.check_writable(self.ledger)
-        configs = read(self.grid)
+        configs = grid.read(self.grid)
         if self.dry_run:
             print("\n".join(plan(configs, self.ledger, self.workers, self.retry_failed)))
             return
@@ -142,99 +136,6 @@ class Sweep:
         return failed
 
 
-# ---- the grid
-
-
-def read(path: str | Path) -> list[train.Config]:
-    """The runs that a grid file asks for, resolved, each once, in the order of the file.
-
-    A value of a [[grid]] table replaces that of [base]. Lists combine as a product, tables add up.
-
-    Raises
-    ------
-    ValueError
-        the file is no grid; all that is wrong is named, with table, setting, value and remedy.
-    """
-    if not Path(path).is_file():
-        raise ValueError(f"there is no grid file {path}; write one, after those in book/results/grids")
-    try:
-        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is no TOML file: {error}") from None
-    base, tables = document.get("base", {}), document.get("grid", [])
-    problems = [
-        f"{name!r} is no part of a grid; write [base] or [[grid]]" for name in document.keys() - {"base", "grid"}
-    ]
-    if not isinstance(base, dict):
-        problems.append("base must be a table; write [base]")
-    if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
-        problems.append("a grid needs at least one table [[grid]], in double brackets")
-    if problems:
-        raise ValueError(listed(path, problems))
-    values = columns("[base]", base, problems)
-    found: dict[str, train.Config] = {}
-    for number, table in enumerate(tables, start=1):
-        where = f"[[grid]] {number}" + (f" ({table['name']})" if "name" in table else "")
-        own = columns(where, {name: value for name, value in table.items() if name != "name"}, problems)
-        merged = {**values, **own}
-        if math.prod(map(len, merged.values())) > MOST:
-            problems.append(f"{where}: asks for more than {MOST} runs; take shorter lists")
-            continue
-        for combination in itertools.product(*merged.values()):
-            try:
-                config = train.resolve(train.Config(**dict(zip(merged, combination, strict=True))))
-                found.setdefault(key(config), config)
-            except ValueError as error:
-                problems.append(f"{where}: {error}")
-    if problems:
-        raise ValueError(listed(path, problems))
-    return list(found.values())
-
-
-def listed(path: str | Path, problems: Iterable[str]) -> str:
-    """All problems of a file, each once, one a line."""
-    return "\n  ".join([f"{path} cannot be run, and nothing was:", *dict.fromkeys(problems)])
-
-
-def columns(where: str, table: Mapping[str, Any], problems: list[str]) -> dict[str, list[Any]]:
-    """The values of each setting of a table, as a list, in the setting's type; what is wrong goes to `problems`."""
-    found = {}
-    for name, value in table.items():
-        if name not in HINTS:
-            near = difflib.get_close_matches(name, HINTS, 1)
-            remedy = f"did you mean {near[0]}?" if near else f"choose of {', '.join(HINTS)}"
-            problems.append(f"{where}: there is no setting {name!r} (= {value!r}); {remedy}")
-            continue
-        several = value if isinstance(value, list) else [value]
-        if not several:
-            problems.append(f"{where}: {name} = [] has no value; give one, or leave {name} out")
-        try:
-            found[name] = [typed(name, one) for one in several]
-        except ValueError as error:
-            problems.append(f"{where}: {error}")
-    return found
-
-
-def typed(name: str, value: Any) -> Any:
-    """`value` in the type of the setting `name`: a whole number will do for a real one, or it is a ValueError."""
-    kinds = expected(HINTS[name])
-    if float in kinds and type(value) is int:
-        return float(value)
-    if type(value) in kinds or (isinstance(value, str) and value in kinds):
-        return value
-    words = {float: "a number", int: "a whole number", str: "a text in quotes"}
-    options = ", ".join(words.get(kind, repr(kind)) for kind in kinds)
-    raise ValueError(f"{name} = {value!r} is not understood; write {'one of ' * (len(kinds) > 1)}{options}")
-
-
-def expected(hint: Any) -> list[Any]:
-    """The types and the literal values that a type annotation allows, besides None."""
-    if get_origin(hint) is Literal:
-        return list(get_args(hint))
-    parts = [part for part in get_args(hint) if part is not type(None)]
-    return [kind for part in parts for kind in expected(part)] or [hint]
-
-
 # ---- what there is already
 
 
@@ -242,7 +143,7 @@ def key(config: train.Config | Mapping[str, Any], recipe: int | None = None) -> 
     """The ledger's key of a configuration, in which 30 and 30.0 are the same number; of this recipe by default."""
     fields = dict(config) if isinstance(config, Mapping) else asdict(config)
     for name, setting in fields.items():
-        if type(setting) is int and name in HINTS and float in expected(HINTS[name]):
+        if type(setting) is int and name in grid.HINTS and float in grid.expected(grid.HINTS[name]):
             fields[name] = float(setting)
     return ledger.key(fields, train.RECIPE if recipe is None else recipe)
 
@@ -261,6 +162,21 @@ def _records(path: str, *state: int) -> dict[str, dict[str, Any]]:
     return {key(r["config"], r["recipe"]): r for r in lines}
 
 
+def results(grid_path: str | Path, ledger_path: str | Path) -> tuple[list[dict[str, Any]], list[train.Config]]:
+    """What a ledger holds of a grid, and what is missing: the finished records, in the grid's order, and the configs.
+
+    Lines of other experiments in the same ledger are left out, as are failed runs and those of an earlier recipe.
+
+    Raises
+    ------
+    ValueError
+        the file is no grid.
+    """
+    known = {name: r for name, r in records(ledger_path).items() if r["status"] == "finished"}
+    wanted = {key(config): config for config in grid.read(grid_path)}
+    return [known[name] for name in wanted if name in known], [c for name, c in wanted.items() if name not in known]
+
+
 def is_done(path: str | Path, name: str, retry_failed: bool) -> bool:
     """Does the ledger hold this run: finished, or failed where it is not to be tried again?"""
     record = records(path).get(name)
@@ -272,7 +188,8 @@ def outcome(record: Mapping[str, Any]) -> str:
     if record["status"] == "failed":
         return f"FAILED, {record['error']}"
     best = record["results"].get("samples", record["results"]["mean"])
-    return f"accuracy {best['accuracy']:.3f}  NLL {best['nll']:.3f}  ECE {best['ece']:.3f}  {record['seconds']:.0f} s"
+    seconds = "" if record["seconds"] is None else f"  {record['seconds']:.0f} s"
+    return f"accuracy {best['accuracy']:.3f}  NLL {best['nll']:.3f}  ECE {best['ece']:.3f}{seconds}"
 
 
 def shown(setting: Any) -> str:
@@ -301,7 +218,7 @@ def expect(config: train.Config, known: Iterable[Mapping[str, Any]]) -> float | 
 
     Where there are none, the median pace of what is known of its data and network; None where nothing is.
     """
-    finished = [r for r in known if r["status"] == "finished"]
+    finished = [r for r in known if r["status"] == "finished" and r["seconds"] is not None]
     for same in (("data", "model", "batch_size", "epochs", "method"), ("data", "model")):
         alike = [r for r in finished if all(r["config"].get(name) == getattr(config, name) for name in same)]
         if alike:
@@ -408,7 +325,7 @@ def failure(config: train.Config, error: str, seconds: float) -> dict[str, Any]:
         "privacy": None,
         "results": {},
         "code": ledger.code_state(),
-        "seconds": round(seconds, 2),
+        "seconds": round(seconds, 2) if ledger.tells_effort(asdict(config)) else None,
         **ledger.environment(),
     }
 

@@ -1,11 +1,13 @@
 """A place depends on the example alone, in every batch and under vectorization, and all places are used alike."""
 
+import math
+
 import pytest
 import torch
 from torch.func import vmap
 
 from dpivon import data
-from dpivon.assignment import BASE, PRIME, place
+from dpivon.assignment import BASE, PRIME, hashed, place
 
 
 def test_it_is_the_formula():
@@ -19,7 +21,7 @@ def test_it_depends_on_the_example_alone():
     whole = place(x, 7)
     assert torch.equal(place(x[100:200], 7), whole[100:200])
     assert torch.equal(torch.stack([place(x[i : i + 1], 7)[0] for i in range(50)]), whole[:50])
-    alone = vmap(lambda one: place(one.unsqueeze(0), 7), randomness="different")(x[:50]).squeeze(1)
+    alone = vmap(lambda one: hashed(one.unsqueeze(0), 7), randomness="different")(x[:50]).squeeze(1)
     assert torch.equal(alone, whole[:50])
     assert torch.equal(place(x[:, :, :, :].flip(0), 7).flip(0), whole)
 
@@ -34,6 +36,18 @@ def test_places_are_evenly_filled_within_each_class_too(places):
     for k in range(10):
         share = (found[images.y_train == k] == 0).double().mean()
         assert abs(float(share) - 1 / places) < 4 * (1 / places / 140) ** 0.5
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_pixels_that_are_no_numbers_are_refused_and_hashed_under_vectorization(bad):
+    x = torch.rand(5, 2, 3)
+    x[1, 1, 2], x[4, 0, 0], x[4, 0, 1] = bad, bad, bad
+    with pytest.raises(
+        ValueError, match=r"2 of 5 examples have pixels that are NaN or infinite; repair or remove them"
+    ):
+        place(x, 4)
+    found = vmap(lambda one: hashed(one.unsqueeze(0), 4))(x).squeeze(1)
+    assert torch.equal(found[[0, 2, 3]], place(x[[0, 2, 3]], 4))
 
 
 def test_no_place_is_refused():

@@ -205,6 +205,8 @@ def test_an_audit_needs_a_seed_and_a_claim(digits):
         audit.full_batch(noise_multiplier=1.0, canaries=0)
     with pytest.raises(ValueError, match="give the configuration a seed"):
         audit.white_box(train.Config(), digits)
+    with pytest.raises(ValueError, match="an audit trains on all examples, and holdout is 9"):
+        audit.white_box(train.Config(seed=0, holdout=9), digits)
     with pytest.raises(ValueError, match="'sgd' makes no claim"):
         audit.white_box(train.Config(method="sgd", seed=0), digits)
     with pytest.raises(ValueError, match=r"canaries must be fewer than the 1438 training images, got 5000"):

@@ -40,6 +40,7 @@ def test_train_without_any_argument_trains_privately_and_states_it(tmp_path):
         "released", "operating system's entropy",
     ):  # fmt: skip
         assert part in done.stdout, part
+    assert "finished after 11 steps\n" in done.stdout  # in how many seconds is a diagnostic, where there is no seed
     (record,) = ledger.read(tmp_path / "runs.jsonl")
     assert record["key"] in done.stdout
     assert record["config"]["data"] == "digits"

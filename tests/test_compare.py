@@ -55,11 +55,6 @@ def test_the_table_shows_mean_and_standard_error_of_the_averaged_prediction(smal
     assert "4,810" in sgd.split()
 
 
-def test_the_error_of_one_seed_is_not_known():
-    assert compare.mean_and_error([0.5])[0] == 0.5
-    assert math.isnan(compare.mean_and_error([0.5])[1])
-
-
 def test_what_cannot_be_compared_is_named(small, tmp_path):
     with pytest.raises(ValueError, match="need at least one seed"):
         compare.Compare(seeds=0).configs()
@@ -83,6 +78,12 @@ def test_the_peak_of_memory_is_a_column_and_a_dash_where_it_is_not_known():
     records[0]["cost"]["memory_mib"] = None
     del records[1]["cost"]["memory_mib"]
     assert compare.table(records)[1].endswith(" -")
+
+
+def test_time_that_is_not_recorded_is_a_dash():
+    record = train.run(train.Config(epochs=0.5))  # private, and without a seed
+    (_, line) = compare.table([record])
+    assert [line.split()[i] for i in (-3, -1)] == ["-", "-"]
 
 
 def test_the_peak_of_memory_is_what_was_allocated_meanwhile():

@@ -160,8 +160,14 @@ def test_a_resumed_run_writes_the_same_files(tmp_path):
 def test_a_folder_that_cannot_serve_is_named(tmp_path):
     images = data.digits()
     config = train.Config(method="dp-sgld", epochs=1, seed=0, samples=2, noise_multiplier=3.0)
-    with pytest.raises(OSError, match="does not exist; create it"):
+    with pytest.raises(
+        OSError, match=r"^the folder .*/none for the iterates does not exist; create it, or .* another one"
+    ):
         train.run(config, images=images, samples_path=tmp_path / "none")
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"^the folder .*/file for the iterates is no folder"):
+        train.run(config, images=images, samples_path=tmp_path / "file")
+    (tmp_path / "file").unlink()
     with pytest.raises(ValueError, match="'dp-sgd' keeps no iterates"):
         train.run(train.Config(noise_multiplier=3.0), images=images, samples_path=tmp_path)
     with pytest.raises(ValueError, match="holds no iterate"):

@@ -1,9 +1,14 @@
 """The ledger: whole lines or none, whatever happens to the writers."""
 
+import email.message
+import http.server
 import json
 import multiprocessing
 import os
+import threading
 from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
@@ -113,3 +118,41 @@ def test_failed_runs_and_lines_of_earlier_releases_can_be_read(tmp_path):
     ledger.append(file, {**record(0), "status": "failed", "error": "FloatingPointError: diverged", "results": {}})
     ledger.append(file, record(1))  # without cost, as it was written before there was one
     assert [r.get("error") for r in ledger.read(file)] == ["FloatingPointError: diverged", None]
+
+
+def test_published_results_are_the_checkouts_own() -> None:
+    path = ledger.published("grids/lenet_arms.toml")
+    assert path == Path(__file__).parents[1] / "book" / "results" / "grids" / "lenet_arms.toml"
+    with pytest.raises(OSError, match=r"there is no lenet.json in .*lenet.jsonl"):
+        ledger.published("lenet.json")
+
+
+def test_elsewhere_published_results_are_downloaded_once_from_this_release(tmp_path, monkeypatch) -> None:
+    asked = []
+
+    class Server(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(200 if self.path.endswith("/a.toml") else 404)
+            self.end_headers()
+            self.wfile.write(b"[base]\n")
+
+        def log_message(self, *arguments) -> None:
+            pass
+
+    links = email.message.Message()
+    monkeypatch.setattr(ledger, "__file__", str(tmp_path / "site" / "dpivon" / "ledger.py"))
+    monkeypatch.setattr(ledger, "metadata", lambda name: links)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with http.server.HTTPServer(("127.0.0.1", 0), Server) as server:
+        links["Project-URL"] = "Documentation, http://127.0.0.1:9/"
+        links["Project-URL"] = f"Repository, http://127.0.0.1:{server.server_port}"
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            assert ledger.published("grids/a.toml").read_bytes() == b"[base]\n"
+            ledger.published("grids/a.toml")
+            assert asked == [f"/raw/v{version('dpivon')}/book/results/grids/a.toml"]
+            with pytest.raises(OSError, match=r"b.toml cannot be read .*404.*clone the repository"):
+                ledger.published("b.toml")
+        finally:
+            server.shutdown()

@@ -20,8 +20,8 @@ MODULES = [info.name for info in pkgutil.iter_modules(dpivon.__path__)]
 # Numbers that dpivon takes and that are no symbols of the book: sizes of the machinery, switches, diagnostics.
 NOT_SYMBOLS = {
     "alone", "batch_sizes", "bins", "blocks", "budget", "budgets", "calibration", "chunk", "chunk_size", "classes",
-    "clipped", "confidence", "count", "done", "errors", "height", "hidden", "holdout", "level", "limit",
-    "metric", "narrow", "numbers", "places", "rate", "recipe", "repeats", "resources", "seconds", "seed",
+    "clipped", "confidence", "count", "done", "errors", "height", "hidden", "high", "holdout", "level", "limit", "low",
+    "mean", "metric", "narrow", "numbers", "p", "places", "rate", "recipe", "repeats", "resources", "seconds", "seed",
     "seeds", "set_aside", "shape", "share", "sigma", "slower", "step", "strength", "trials", "wide", "width",
     "workers",
 }  # fmt: skip

@@ -67,6 +67,12 @@ def test_lines_are_listed_and_filtered(file, capsys):
     assert show(capsys, file, "config.schedule=cosine", "simulation=true")[-1] == "9 lines"
 
 
+def test_time_that_is_not_recorded_is_a_dash(tmp_path, capsys):
+    train.run(train.Config(epochs=0.5), ledger_path=tmp_path / "runs.jsonl")  # private, and without a seed
+    lines = show(capsys, tmp_path / "runs.jsonl", columns=("method", "seconds", "cpu_seconds"))
+    assert lines[1].split() == ["dp-sgd", "-", "-"]
+
+
 def test_a_short_name_is_the_setting_and_else_what_followed_from_it(file):
     record = ledger.read(file)[-3]
     assert records.value(record, "noise_multiplier") == 1.0

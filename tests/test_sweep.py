@@ -1,4 +1,4 @@
-"""Sweeps: each run once, whatever stops, dies or is added; and grids that are wrong say so before anything runs."""
+"""Sweeps: each run once, whatever stops, dies or is added."""
 
 import ast
 import logging
@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,9 +18,8 @@ import pytest
 import torch
 
 from dpivon import compare, data, ledger, sweep, train
-from dpivon.methods import METHODS
+from dpivon.grid import read
 
-RESULTS = Path(__file__).parents[1] / "book" / "results"
 GRID = """
 [base]
 epochs = 1
@@ -63,23 +61,14 @@ def serial(monkeypatch):
 
 def go(a_sweep, lines=None):
     report = (lambda line: None) if lines is None else lines.append
-    return a_sweep.run(sweep.read(a_sweep.grid), report)
+    return a_sweep.run(read(a_sweep.grid), report)
 
 
-# ---- grids
+# ---- each run once
 
 
-def test_a_grid_is_a_sum_of_products(tmp_path):
-    file = tmp_path / "grid.toml"
-    file.write_text(GRID + '[[grid]]\nname = "more"\nmethod = "dp-sgd"\nnoise_multiplier = [4, 8]\nseed = [0, 1]\n')
-    configs = sweep.read(file)
-    found = [(c.method, c.noise_multiplier, c.seed) for c in configs]
-    assert found == [
-        ("dp-sgd", 1.0, 0), ("dp-sgd", 4.0, 0), ("dp-adam", 1.0, 0), ("dp-adam", 4.0, 0),
-        ("dp-sgd", 8.0, 0), ("dp-sgd", 4.0, 1), ("dp-sgd", 8.0, 1),
-    ]  # fmt: skip
-    assert all(c == train.resolve(c) and c.epochs == 1 for c in configs)
-    # The same settings have the same key, whether they come from a grid, the command line or Python.
+def test_settings_have_one_key_whether_they_come_from_a_grid_the_command_line_or_python(grid):
+    configs = read(grid.grid)
     assert sweep.key(configs[0]) == ledger.key(asdict(configs[0]), train.RECIPE)
     assert sweep.key(replace(configs[0], epochs=1)) == sweep.key(configs[0])
     default = train.Config(seed=0, noise_multiplier=1)
@@ -87,85 +76,12 @@ def test_a_grid_is_a_sum_of_products(tmp_path):
     assert sweep.key(configs[0]) != sweep.key(configs[0], train.RECIPE + 1)
 
 
-def test_all_that_is_wrong_with_a_grid_is_said_at_once_and_nothing_runs(grid, serial):
-    grid.grid.write_text(
-        """
-        [base]
-        epoch = 3
-        batch_size = "large"
-        [[grid]]
-        method = ["dp-sgd", "dp-adm"]
-        lr = [1, true]
-        [[grid]]
-        name = "with curvature"
-        method = ["dp-sgd", "dp-ivon-gradsq"]
-        hess_init = [0.1, 1]
-        model = "resnet"
-        [[grid]]
-        seed = []
-        batch_size = 12.5
-        """
-    )
-    with pytest.raises(ValueError, match="nothing was") as caught:
+def test_a_grid_with_a_mistake_runs_nothing(grid, serial):
+    grid.grid.write_text(GRID + '[[grid]]\nmethod = "dp-adm"\n')
+    with pytest.raises(ValueError, match=r"nothing was:\n.*unknown method 'dp-adm'"):
         grid()
-    lines = [line.strip() for line in str(caught.value).splitlines()]
-    assert lines[0] == f"{grid.grid} cannot be run, and nothing was:"
-    assert sorted(lines[1:]) == sorted(
-        [
-            "[base]: there is no setting 'epoch' (= 3); did you mean epochs?",
-            "[base]: batch_size = 'large' is not understood; write a whole number",
-            "[[grid]] 1: lr = True is not understood; write a number",
-            f"[[grid]] 1: unknown method 'dp-adm'; choose one of {', '.join(METHODS)}",
-            "[[grid]] 2 (with curvature): model = 'resnet' is not understood; write one of 'mlp', 'lenet', 'tanh_cnn'",
-            "[[grid]] 2 (with curvature): 'dp-sgd' does not read hess_init; it reads beta1, weight_decay",
-            "[[grid]] 3: seed = [] has no value; give one, or leave seed out",
-            "[[grid]] 3: batch_size = 12.5 is not understood; write a whole number",
-        ]
-    )
     assert not serial
     assert not grid.ledger.exists()
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("lr = ", "grid.toml is no TOML file: Invalid value"),
-        ("[base]\nlr = 1", "needs at least one table \\[\\[grid\\]\\], in double brackets"),
-        ("[grid]\nlr = 1", "needs at least one table"),
-        ("base = 3\n[[grid]]\nlr = 1", "base must be a table"),
-        ("[common]\nlr = 1\n[[grid]]\nlr = 1", "'common' is no part of a grid; write \\[base\\] or \\[\\[grid\\]\\]"),
-        ("[[grid]]\nlr = [[1, 2]]", "lr = \\[1, 2\\] is not understood; write a number"),
-        (
-            f"[[grid]]\nlr = {list(range(1, 400))}\nseed = {list(range(400))}",
-            "more than 100000 runs; take shorter lists",
-        ),
-        ("[[grid]]\nlr = nan", "lr must be 0, or between"),
-    ],
-)
-def test_what_is_no_grid_is_named(tmp_path, text, message):
-    file = tmp_path / "grid.toml"
-    file.write_text(text)
-    with pytest.raises(ValueError, match=message):
-        sweep.read(file)
-
-
-def test_the_grids_of_the_book_can_be_read():
-    found = {file.stem: sweep.read(file) for file in (RESULTS / "grids").glob("*.toml")}
-    tuning = found["lenet_tuning"]
-    assert len(set(Counter((c.method, c.noise_multiplier) for c in tuning).values())) == 1  # as many trials for each
-    assert all(c.holdout == 5000 for c in tuning)  # and none on the test set
-    star = found["lenet"]
-    assert {round(c.epochs * 50_000 / c.batch_size) for c in star} == {488}  # T is fixed
-    arms = [
-        {(c.noise_multiplier, c.batch_size, c.max_grad_norm, c.seed) for c in star if c.method == method}
-        for method in dict.fromkeys(c.method for c in star)
-    ]
-    assert len(arms) == 4
-    assert all(arm == arms[0] for arm in arms)  # the same noise, batches and seeds for each method
-    assert all(c.holdout == 0 for c in star)
-
-
-# ---- each run once
 
 
 def test_a_sweep_goes_on_where_it_was_stopped_and_a_changed_grid_adds_what_is_new(grid, serial, monkeypatch):
@@ -237,9 +153,9 @@ def test_a_failed_record_holds_no_message_that_may_tell_of_the_batch(grid, seria
 
     real = train.mechanism.poisson_batches
     monkeypatch.setattr(train.mechanism, "poisson_batches", unlucky)
-    record = sweep.job(sweep.read(grid.grid)[0], None)
+    record = sweep.job(read(grid.grid)[0], None)
     assert record["status"] == "failed"
-    assert record["error"].startswith("RuntimeError in train.py, line ")
+    assert record["error"].startswith("RuntimeError in loop.py, line ")
     assert not re.search(r"\d{4}", record["error"])
     shown = capsys.readouterr().err
     assert shown.startswith("[diagnostic, not covered by epsilon: RuntimeError: ")
@@ -248,7 +164,7 @@ def test_a_failed_record_holds_no_message_that_may_tell_of_the_batch(grid, seria
 
 
 def test_a_finished_line_counts_more_than_a_failed_one(grid, serial):
-    (config, *_) = sweep.read(grid.grid)
+    (config, *_) = read(grid.grid)
     ledger.append(grid.ledger, sweep.failure(config, "OSError: the disk", 1.0))
     assert not sweep.is_done(grid.ledger, sweep.key(config), retry_failed=True)
     assert sweep.is_done(grid.ledger, sweep.key(config), retry_failed=False)
@@ -275,6 +191,20 @@ def test_a_worker_of_another_recipe_is_noticed(grid, serial, monkeypatch):
     with pytest.raises(ValueError, match="ran recipe 1 where this is recipe"):
         go(grid)
     assert not grid.ledger.exists()
+
+
+def test_time_that_may_not_be_recorded_is_left_out(grid, serial, capsys):
+    grid.grid.write_text('[[grid]]\nmethod = ["dp-sgd", "sgd"]\nepochs = 1\n')
+    private, public = configs = read(grid.grid)
+    assert [sweep.failure(config, "", 1.0)["seconds"] for config in configs] == [None, 1.0]
+    assert go(grid, lines := []) == 0
+    assert re.search(r"dp-sgd: accuracy .* ECE 0\.\d{3}(; about|$)", lines[1])
+    assert re.search(r" sgd: accuracy .* ECE 0\.\d{3}  \d+ s$", lines[2])
+    known = ledger.read(grid.ledger)
+    assert sweep.expect(private, known[:1]) is None  # nothing is known of such runs' time
+    assert sweep.expect(public, known) > 0
+    replace(grid, dry_run=True)()
+    assert capsys.readouterr().out.endswith("2 runs, 0 to run, for about 0 s on 2 workers\n")
 
 
 # ---- two sweeps
@@ -315,7 +245,7 @@ def claim_and_wait(path, name, ready):
 
 
 def test_a_claim_lasts_as_long_as_its_sweep(tmp_path, grid, serial):
-    (first, *others) = (sweep.key(c) for c in sweep.read(grid.grid))
+    (first, *others) = (sweep.key(c) for c in read(grid.grid))
     context = multiprocessing.get_context("fork")
     ready = context.Event()
     process = context.Process(target=claim_and_wait, args=(f"{grid.ledger}.claims", first, ready))
@@ -335,7 +265,7 @@ def test_a_claim_lasts_as_long_as_its_sweep(tmp_path, grid, serial):
 
 
 def test_a_dry_run_lists_what_there_is_and_how_long_the_rest_takes(grid, serial, capsys, monkeypatch):
-    configs = sweep.read(grid.grid)
+    configs = read(grid.grid)
     replace(grid, dry_run=True)()
     out = capsys.readouterr().out
     assert f"{sweep.key(configs[0])}  dp-sgd noise_multiplier=1: to run\n" in out
@@ -520,3 +450,23 @@ def test_a_single_worker_is_another_process(tmp_path):
         (pid,) = parallel(iter([(lambda config: os.getpid(), (None,), {})]))
     assert width == 1
     assert pid != os.getpid()
+
+
+def test_results_are_of_the_grid_and_of_no_other_runs(grid, serial):
+    grid()
+    configs = read(grid.grid)
+    ledger.append(grid.ledger, train.run(replace(configs[0], seed=7)))
+    ledger.append(grid.ledger, sweep.failure(replace(configs[0], seed=8), "ValueError: no", 0.0))
+    found, missing = sweep.results(grid.grid, grid.ledger)
+    assert [r["key"] for r in found] == [sweep.key(config) for config in configs]
+    assert missing == []
+    grid.grid.write_text(GRID.replace("seed = 0", "seed = [7, 8, 9]"))
+    found, missing = sweep.results(grid.grid, grid.ledger)
+    assert [r["config"]["seed"] for r in found] == [7]
+    assert len(missing) == 11  # the one that failed is missing
+
+
+def test_local_workers_keep_the_memory_that_they_freed(grid):
+    with sweep.engine(replace(grid, workers=1), []) as (parallel, width):
+        assert width == 1
+        assert list(parallel([(os.environ.get, ("MALLOC_TRIM_THRESHOLD_",), {})])) == [None]

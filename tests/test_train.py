@@ -1,7 +1,9 @@
 """Runs: reproducible, resumable bit for bit, interruptible, recorded, and clear about what cannot run."""
 
 import json
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -71,6 +73,28 @@ def test_a_seed_fixes_every_number_and_no_seed_fixes_none(digits):
     assert not free[0]["privacy"]["simulation"]
 
 
+def test_time_and_memory_of_a_private_run_without_a_seed_are_not_recorded(digits):
+    """They follow the sizes of the batches, which epsilon does not cover; they are shown as a diagnostic."""
+    said = []
+    record = train.run(replace(SMALL, seed=None), images=digits, report=said.append)
+    found = record["seconds"], record["cost"]["cpu_seconds"], record["cost"]["memory_mib"]
+    assert found == (None, None, None)
+    assert record["cost"]["stored"] == 4810
+    assert re.fullmatch(r"\[diagnostic, not covered by epsilon: \d+ s of training\]", said[-1])
+    ledger.validate(json.loads(json.dumps(record)))
+    for config in (SMALL, replace(SMALL, method="sgd", epsilon=None, seed=None)):
+        record = train.run(config, images=digits)
+        assert min(record["seconds"], record["cost"]["cpu_seconds"]) > 0
+
+
+def test_the_parts_of_a_run_have_their_names_in_train():
+    from dpivon import config, loop, state
+
+    homes = {"Config": config, "resolve": config, "RECIPE": config, "Run": state, "source": state, "train": loop}
+    for name, home in homes.items():
+        assert getattr(train, name) is getattr(home, name)
+
+
 def test_methods_that_share_a_seed_share_weights_and_batches(digits):
     runs = [
         train.Run(train.resolve(replace(SMALL, method=m, epsilon=e)), digits)
@@ -114,6 +138,13 @@ def test_the_global_random_state_is_left_alone(digits):
     state = torch.get_rng_state()
     train.run(replace(SMALL, epochs=0.5), images=digits)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_examples_that_have_no_place_are_named_before_training(digits):
+    x = digits.x_train.clone()
+    x[3, 0, 2, 2] = math.nan
+    with pytest.raises(ValueError, match="1 of 1438 examples have pixels that are NaN or infinite; repair"):
+        train.run(replace(SMALL, calibration=0.2), images=replace(digits, x_train=x))
 
 
 class StopError(Exception):

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 
-from dpivon import gradients, ledger, models, sweep, train
+from dpivon import gradients, grid, ledger, models, sweep, train
 
 C = 1.0
 SHAPE, CLASSES = (3, 32, 32), 10
@@ -145,7 +145,7 @@ def main() -> int:
     written = {"rows": rows, "code": ledger.code_state(), **ledger.environment()}
     (options.out / "speed.json").write_text(json.dumps(written, indent=1) + "\n")
     path = options.out / "runs.jsonl"
-    for config in sweep.read(options.grid) if options.grid else ():
+    for config in grid.read(options.grid) if options.grid else ():
         if not sweep.is_done(path, sweep.key(config), retry_failed=True):
             record = train.run(config, root=options.root, device=options.device, ledger_path=path)
             print(f"{config.method}: {sweep.outcome(record)}", flush=True)
