@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from dpivon import adaptive, ledger, mechanism, models, train
+from dpivon import adaptive, door, ledger, mechanism, models, train
 from dpivon.ivon import IVON
 
 CHUNKS = (32, 128)
@@ -95,7 +95,7 @@ def opacus(model: nn.Module, x: Tensor, y: Tensor, mode: str) -> Callable[[], No
     """Opacus' private step, by hooks or by ghost clipping, on the same batch."""
     optimizer = adaptive.sgd(model.parameters(), lr=0.1)
     data = TensorDataset(x[:1].expand(N, *x.shape[1:]), y[:1].expand(N))
-    private = mechanism.make_private(
+    private = door.make_private(
         model, optimizer, data, loss=nn.CrossEntropyLoss(), noise_multiplier=1.0, max_grad_norm=1.0,
         batch_size=len(y), mode=mode,
     )  # fmt: skip

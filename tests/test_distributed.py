@@ -15,7 +15,7 @@ from opacus.optimizers import DistributedDPOptimizer
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from dpivon import adaptive, ledger, mechanism, models
+from dpivon import adaptive, door, ledger, mechanism, models
 from dpivon.ivon import IVON
 
 WORLD, N, B, STEPS = 2, 40, 3, 12
@@ -114,7 +114,7 @@ def worker(rank, folder):
             "draws": refusal(gradient_of, other_draws, ivon, mechanism.mechanism(ivon, **SETTINGS)),
             "early": refusal(gradient_of, early_model, early_optimizer, early),
             "door": refusal(
-                mechanism.make_private, linear, torch.optim.SGD(linear.parameters(), lr=0.1), TensorDataset(X, Y),
+                door.make_private, linear, torch.optim.SGD(linear.parameters(), lr=0.1), TensorDataset(X, Y),
                 loss=nn.CrossEntropyLoss(), noise_multiplier=1.0, max_grad_norm=1.0, batch_size=2,
             ),
         }  # fmt: skip

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dpivon import adaptive, backprop, gradients, mechanism, models
+from dpivon.door import make_private
 from dpivon.ivon import IVON
 
 N, B = 60, 20
@@ -49,7 +50,7 @@ def test_opacus_gives_the_same_gradient_for_the_same_noise(images, mode, size):
     x, y = (part[:size] for part in images)
     expected = own(network(), x, y)
     model = network()
-    private = mechanism.make_private(
+    private = make_private(
         model, adaptive.sgd(model.parameters(), lr=0.1), TensorDataset(*images), loss=nn.CrossEntropyLoss(),
         mode=mode, generator=mechanism.new_generator(3), **SETTINGS,
     )  # fmt: skip
@@ -161,7 +162,7 @@ def test_opacus_rounds_where_the_door_does_not():
     assert (theirs.expected_batch_size, loader.sample_rate) == (3846, 1 / 13)
     model = nn.Linear(1, 2)
     accountant = RDPAccountant()
-    ours = mechanism.make_private(
+    ours = make_private(
         model, torch.optim.SGD(model.parameters(), lr=0.1), data, loss=nn.CrossEntropyLoss(), noise_multiplier=1.0,
         max_grad_norm=1.0, batch_size=4096, accountant=accountant,
     )  # fmt: skip
@@ -331,7 +332,7 @@ def test_half_precision_is_refused(images):
 
 
 def door(model, mode="hooks", loss=None, optimizer=None, **changes):
-    return mechanism.make_private(
+    return make_private(
         model, optimizer or torch.optim.SGD(model.parameters(), lr=0.1), VECTORS, loss=loss or nn.CrossEntropyLoss(),
         mode=mode, **{"noise_multiplier": 1.0, "max_grad_norm": 1.0, "batch_size": 2, **changes},
     )  # fmt: skip
@@ -414,7 +415,7 @@ def test_settings_out_of_range(images, changes, message):
         own(network(), *images, **changes)
     model = network()
     with pytest.raises(ValueError, match=message):
-        mechanism.make_private(
+        make_private(
             model, adaptive.sgd(model.parameters(), lr=0.1), TensorDataset(*images), loss=nn.CrossEntropyLoss(),
             **{**SETTINGS, **changes},
         )  # fmt: skip
@@ -498,7 +499,7 @@ VECTORS = TensorDataset(torch.randn(8, 4), torch.zeros(8, dtype=torch.int64))
 )
 def test_what_hooks_cannot_do_is_refused_with_a_remedy(model, data, message, mode):
     with pytest.raises(ValueError, match=message):
-        mechanism.make_private(
+        make_private(
             model, torch.optim.SGD(model.parameters(), lr=0.1), data, loss=nn.CrossEntropyLoss(), noise_multiplier=1.0,
             max_grad_norm=1.0, batch_size=2, mode=mode,
         )  # fmt: skip
@@ -535,9 +536,9 @@ def test_unknown_mode_and_summed_loss_are_refused():
     arguments = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "batch_size": 2}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="'hooks' or 'ghost', got 'fast'"):
-        mechanism.make_private(model, optimizer, VECTORS, loss=nn.CrossEntropyLoss(), mode="fast", **arguments)
+        make_private(model, optimizer, VECTORS, loss=nn.CrossEntropyLoss(), mode="fast", **arguments)
     with pytest.raises(ValueError, match="reduction='mean'"):
-        mechanism.make_private(model, optimizer, VECTORS, loss=nn.CrossEntropyLoss(reduction="sum"), **arguments)
+        make_private(model, optimizer, VECTORS, loss=nn.CrossEntropyLoss(reduction="sum"), **arguments)
 
 
 def test_the_plain_twin_is_the_mean_gradient(images):

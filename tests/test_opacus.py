@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpivon import mechanism, posterior
+from dpivon.door import PrivateParts, discard, make_private
 from dpivon.ivon import IVON
 
 pytestmark = [
@@ -55,7 +56,7 @@ def ivon_of(model, curvature="noise-corrected", **changes):
 
 def door(model, optimizer, mode="hooks", wrap=True, **changes):
     settings = {"noise_multiplier": SIGMA, "max_grad_norm": C, "batch_size": B, "generator": seeded(2), **changes}
-    return mechanism.make_private(model, optimizer, DATA, loss=nn.CrossEntropyLoss(), mode=mode, wrap=wrap, **settings)
+    return make_private(model, optimizer, DATA, loss=nn.CrossEntropyLoss(), mode=mode, wrap=wrap, **settings)
 
 
 def step(private, x, y):
@@ -470,9 +471,9 @@ def test_ghost_clipping_does_not_go_on_after_its_second_pass_failed():
     fail_in_backward(output, 2)
     with pytest.raises(SomeError):
         private.loss(output, Y[:4]).backward()
-    with pytest.raises(RuntimeError, match=r"failed midway; call mechanism\.discard"):
+    with pytest.raises(RuntimeError, match=r"failed midway; call door\.discard"):
         step(private, X[:4], Y[:4])
-    mechanism.discard(private.optimizer, private.hooks)
+    discard(private.optimizer, private.hooks)
     step(private, X[:4], Y[:4])
     assert not waiting(model)
 
@@ -492,7 +493,7 @@ def engine_of(mode, sigma=SIGMA, clip=C, posterior=1, engine=None):
     wrapped, optimizer, *loss, loader = parts
     loader.batch_sampler.generator = seeded(4)
     hooks = wrapped
-    return engine, mechanism.PrivateParts(wrapped, optimizer, loader, loss[0] if loss else nn.CrossEntropyLoss(), hooks)
+    return engine, PrivateParts(wrapped, optimizer, loader, loss[0] if loss else nn.CrossEntropyLoss(), hooks)
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost"])
