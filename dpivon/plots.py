@@ -62,7 +62,7 @@ def epsilon_axis(ax: Any, budgets: list[float]) -> None:
     ax.set_xscale("log")
     ax.set_xlim(max(budgets) * 1.15, min(budgets) / 1.15)
     ax.xaxis.set_major_locator(FixedLocator(budgets))
-    ax.xaxis.set_major_formatter(FixedFormatter([f"{budget:g}" for budget in budgets]))
+    ax.xaxis.set_major_formatter(FixedFormatter([f"{budget:.3g}" for budget in budgets]))
     ax.xaxis.set_minor_locator(NullLocator())
     ax.set_xlabel(r"privacy budget $\varepsilon$ (stronger privacy to the right)")
 

@@ -936,6 +936,26 @@ def test_chapter_6_free_noise(six):
     )
 
 
+# ---- CIFAR-10 on a laptop
+
+
+def test_chapter_13_floor_is_the_module_s_for_a_record():
+    chapter = definitions("book/13_cifar_on_a_laptop.ipynb")
+    record = {"config": {"noise_multiplier": 4.0, "max_grad_norm": 0.3, "batch_size": 700, "ess": None}}
+    group = {"scale": 50_000, "noise_std": 4 * 0.3 / 700}
+    assert chapter["floor"](record) == pytest.approx(curvature.noise_floor(group), rel=1e-4)
+    record["config"]["ess"] = 2e4
+    assert chapter["floor"](record) == pytest.approx(curvature.noise_floor(group | {"scale": 2e4}), rel=1e-4)
+
+
+def test_chapter_13_takes_its_runs_from_the_grids():
+    chapter = definitions("book/13_cifar_on_a_laptop.ipynb")
+    found, missing = chapter["experiment"]("lenet_center", "lenet")
+    assert len(found) == 24
+    assert missing == []
+    assert {r["config"]["epsilon"] for r in found} == {None}  # and not the older runs at a given budget
+
+
 # ---- Fast and large
 
 
