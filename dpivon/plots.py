@@ -113,10 +113,11 @@ def against(ax: Any, records: Sequence[Mapping[str, Any]], x: str, metric: str, 
     Raises
     ------
     ValueError
-        a method has two runs with the same x and the same seed.
+        a method has two runs with the same x and the same seed, or x or the metric is unknown.
     """
-    from dpivon.records import value
+    from dpivon.records import require, value
 
+    require([] if "." in x else [x], records)
     groups = seeds.by_method(records)
     for name, look in looks(list(groups)).items():
         points: dict[float, list[Any]] = {}

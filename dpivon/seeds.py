@@ -7,8 +7,18 @@ from typing import Any, NamedTuple
 
 
 def values(records: Sequence[Mapping[str, Any]], name: str) -> list[float]:
-    """The metric `name` of each record, averaged over draws where the method draws."""
-    return [r["results"].get("samples", r["results"]["mean"])[name] for r in records]
+    """The metric `name` of each record, averaged over draws where the method draws.
+
+    Raises
+    ------
+    ValueError
+        a record does not have it.
+    """
+    found = [r["results"].get("samples", r["results"]["mean"]) for r in records]
+    for metrics in found:
+        if name not in metrics:
+            raise ValueError(f"there is no metric {name!r}; choose one of {', '.join(metrics)}")
+    return [metrics[name] for metrics in found]
 
 
 def mean_and_error(numbers: Sequence[float]) -> tuple[float, float]:

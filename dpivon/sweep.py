@@ -22,8 +22,8 @@ import tyro
 from dpivon import data, grid, ledger, train
 
 # Local workers need not chat, and Ctrl-C, which the terminal sends to all, is for the sweep to hear, not for them. And
-# dask would have them hand back each freed tensor to the system, so that every step pays for new pages: it takes twice
-# as long.
+# dask would have them hand back each freed tensor to the system, so that every step pays for new pages: a third of the
+# processor's time.
 LOCAL = {
     "distributed.nanny.pre-spawn-environ.MALLOC_TRIM_THRESHOLD_": None,
     "distributed.nanny.pre-spawn-environ.DASK_LOGGING__DISTRIBUTED": "critical",

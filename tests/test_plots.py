@@ -43,6 +43,11 @@ def test_runs_of_two_configurations_are_not_averaged(ax: Any) -> None:
         plots.against(ax, [record("dp-sgd", 64, 0, 1.0), record("dp-sgd", 64, 0, 2.0)], "batch_size", "nll")
 
 
+def test_an_unknown_axis_is_named(ax: Any) -> None:
+    with pytest.raises(ValueError, match="no record has 'batchsize'; did you mean batch_size"):
+        plots.against(ax, [record("dp-sgd", 64, 0, 1.0)], "batchsize", "nll")
+
+
 def test_all_methods_at_once_look_different_and_keep_their_looks() -> None:
     private = [name for name, method in METHODS.items() if method.private]
     found = plots.looks(private)

@@ -61,6 +61,8 @@ def test_what_cannot_be_compared_is_named() -> None:
         seeds.paired([record("a", 0, 1.0), record("a", 0, 2.0)], [record("b", 0, 1.0)], "nll")
     with pytest.raises(ValueError, match="need two seeds that both have, got \\[0\\]"):
         seeds.paired([record("a", 0, 1.0)], [record("b", 0, 1.0)], "nll")
+    with pytest.raises(ValueError, match="there is no metric 'nl'; choose one of nll"):
+        seeds.values([record("a", 0, 1.0)], "nl")
     with pytest.raises(ValueError, match="level must be between 0 and 1, got 95"):
         seeds.half_width([1.0, 2.0], 95)
 
