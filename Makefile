@@ -15,7 +15,7 @@ help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "make %-10s %s\n", $$1, $$2 }'
 
 # The environment depends on what is asked for, so an unchanged list of requirements installs nothing.
-$(STAMP): requirements.txt pyproject.toml tools/install.sh
+$(STAMP): requirements.txt requirements-teaching.txt pyproject.toml tools/install.sh
 	@bash tools/install.sh $(VENV)
 
 book: $(STAMP) site ## build the book and print where it is
@@ -38,6 +38,7 @@ format: $(STAMP) ## rewrite the Python files in the project's style
 
 notebooks: $(STAMP) ## execute all chapters again, in place
 	$(BIN)/python tools/notebooks.py execute
+	$(BIN)/python tools/assignments.py refresh
 
 cards: $(STAMP) ## execute all chapters again and measure their run cards
 	$(BIN)/python tools/notebooks.py card

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Create the environment and install what requirements.txt asks for; what is missing is said in one line, with the remedy.
+# Create the environment and install what requirements.txt and requirements-teaching.txt ask for; what is missing is said
+# in one line, with the remedy.
 #   bash tools/install.sh .venv
 set -u
 venv=$1
@@ -23,12 +24,12 @@ if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     "$python" -m venv "$venv" || stop "$python -m venv $venv failed, see above; on Debian or Ubuntu: sudo apt install python3-venv"
 fi
 
-echo "Installing requirements.txt into $venv (once; about two minutes on a fast network)"
+echo "Installing requirements.txt and requirements-teaching.txt into $venv (once; about two minutes on a fast network)"
 errors=$(mktemp)
 trap 'rm -f "$errors"' EXIT
 install() { "$venv/bin/python" -m pip install -qq --disable-pip-version-check "$@" 2> >(tee -a "$errors" >&2); }
 # Of jax-privacy only the audits are compared, which need nothing of jax: so without what it depends on, half a gigabyte.
-if ! install -r requirements.txt || ! install --no-deps "jax-privacy==2.0.0" || ! install --no-deps --no-build-isolation -e .; then
+if ! install -r requirements.txt -r requirements-teaching.txt || ! install --no-deps "jax-privacy==2.0.0" || ! install --no-deps --no-build-isolation -e .; then
     grep -q "No space left" "$errors" &&
         stop "the disk is full (here or in ${TMPDIR:-/tmp}); about $need MB are needed, and 4000 MB more where pip takes torch with CUDA"
     stop "pip could not install everything, see above; check the network and call make again"
