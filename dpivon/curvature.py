@@ -54,6 +54,46 @@ def noise_variance(group: Group) -> float:
     return group["noise_std"] ** 2
 
 
+def pooled(values: Tensor, sizes: list[int]) -> Tensor:
+    """Every value replaced by the mean of its block, a parameter tensor."""
+    return torch.cat([part.mean().expand_as(part) for part in values.split(sizes)])
+
+
+def averaged(values: Tensor, state: State, group: Group) -> tuple[Tensor, float]:
+    """The average of values over time, and the factor by which it reduces the variance of independent noise.
+
+    .. math:: \\bar a_t = \\frac{(1 - \\beta_2) \\sum_{k<t} \\beta_2^k a_{t-k}}{1 - \\beta_2^t}, \\qquad
+        \\frac{\\operatorname{Var} \\bar a_t}{\\operatorname{Var} a} =
+        \\frac{1 - \\beta_2}{1 + \\beta_2} \\cdot \\frac{1 + \\beta_2^t}{1 - \\beta_2^t}
+    """
+    beta2, left = group["beta2"], group["beta2"] ** state["step"]
+    average = state.get("average", torch.zeros_like(values))
+    state["average"] = average = beta2 * average + (1 - beta2) * values
+    return average / (1 - left), (1 - beta2) / (1 + beta2) * (1 + left) / (1 - left)
+
+
+def shrunk(average: Tensor, noise: Tensor, sizes: list[int]) -> Tensor:
+    """Every value moved toward the mean of its block, as far as the known noise explains the block's spread.
+
+    .. math:: \\mu + \\max\\left(1 - \\frac{V_{\\rm noise}}{V},\\, 0\\right) (a - \\mu)
+
+    with mu and V the mean and variance of a in the block (empirical Bayes; James and Stein, 1961, positive part).
+
+    Parameters
+    ----------
+    average
+        a.
+    noise
+        V_noise for each coordinate, of which a block takes the mean.
+    sizes
+        the lengths of the blocks.
+    """
+    mean = pooled(average, sizes)
+    spread = pooled((average - mean).square(), sizes)
+    kept = 1 - pooled(noise, sizes) / spread.clamp(min=torch.finfo(spread.dtype).tiny)
+    return torch.lerp(mean, average, kept.clamp(min=0))
+
+
 def price(g: Tensor, deviation: Tensor, state: State, group: Group) -> Tensor:
     """The reparameterized estimator of IVON (Shen et al., 2024), by Price's theorem; it may be negative.
 
@@ -95,10 +135,8 @@ def average_then_project(g: Tensor, deviation: Tensor, state: State, group: Grou
     .. math:: a_t = \\beta_2 a_{t-1} + (1 - \\beta_2) (g_t^2 - s^2), \\qquad
         \\hat h = N_{\\rm ess} \\max\\left(\\frac{a_t}{1 - \\beta_2^t},\\, 0\\right)
     """
-    beta2 = group["beta2"]
-    average = state.get("average", torch.zeros_like(g))
-    state["average"] = average = beta2 * average + (1 - beta2) * (g.square() - noise_variance(group))
-    return scaled((average / (1 - beta2 ** state["step"])).clamp(min=0), group)
+    average, _ = averaged(g.square() - noise_variance(group), state, group)
+    return scaled(average.clamp(min=0), group)
 
 
 def block_mean(g: Tensor, deviation: Tensor, state: State, group: Group) -> Tensor:
@@ -106,8 +144,36 @@ def block_mean(g: Tensor, deviation: Tensor, state: State, group: Group) -> Tens
 
     .. math:: \\hat h = N_{\\rm ess} \\max\\left(\\mathrm{mean}(g^2) - s^2,\\, 0\\right)
     """
-    means = [part.mean().expand_as(part) for part in g.square().split(state["sizes"])]
-    return scaled((torch.cat(means) - noise_variance(group)).clamp(min=0), group)
+    return scaled((pooled(g.square(), state["sizes"]) - noise_variance(group)).clamp(min=0), group)
+
+
+def average_then_shrink(g: Tensor, deviation: Tensor, state: State, group: Group) -> Tensor:
+    """The corrected squares, averaged over time, shrunk toward the mean of their tensor, and projected last.
+
+    The square of Gaussian noise has the variance 2 s^4, which is known: see `shrunk`.
+    """
+    s2 = noise_variance(group)
+    average, reduction = averaged(g.square() - s2, state, group)
+    noise = torch.full_like(g, 2 * s2**2 * reduction)
+    return scaled(shrunk(average, noise, state["sizes"]).clamp(min=0), group)
+
+
+def price_block(g: Tensor, deviation: Tensor, state: State, group: Group) -> Tensor:
+    """`price`, one value for each parameter tensor: the noise of its n coordinates averages out, nothing is projected.
+
+    .. math:: \\hat h = \\frac1n \\sum_j g_j \\frac{\\theta_j - m_j}{\\sigma_{v,j}^2}
+    """
+    return pooled(price(g, deviation, state, group), state["sizes"])
+
+
+def price_shrink(g: Tensor, deviation: Tensor, state: State, group: Group) -> Tensor:
+    """`price`, averaged over time and shrunk toward the mean of its tensor.
+
+    The privacy noise in one estimate has the variance s^2 / sigma_v^2 = s^2 N_ess (h + delta_v): see `shrunk`.
+    """
+    average, reduction = averaged(price(g, deviation, state, group), state, group)
+    precision = (state["h"] + group["weight_decay"]) * group["ess"]
+    return shrunk(average, noise_variance(group) * reduction * precision, state["sizes"])
 
 
 def constant(g: Tensor, deviation: Tensor, state: State, group: Group) -> Tensor:
@@ -121,5 +187,8 @@ ESTIMATORS: dict[str, Estimator] = {
     "noise-corrected": noise_corrected,
     "average-then-project": average_then_project,
     "block-mean": block_mean,
+    "average-then-shrink": average_then_shrink,
+    "price-block": price_block,
+    "price-shrink": price_shrink,
     "constant": constant,
 }

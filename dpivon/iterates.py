@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dpivon import adaptive
 from dpivon.backprop import BayesByBackprop
+from dpivon.ivon import IVON
 
 BLOCKS = 8
 
@@ -29,9 +30,11 @@ def average(optimizer: Any, steps: int, share: float = 0.5) -> Any:
     shorter ones, or iterates that still drift, it is too small, or takes the drift for noise (batch means; Chen et
     al., 2020, for stochastic gradient descent).
 
-    Of `backprop.BayesByBackprop`, rho is averaged as well, and the last step widens the posterior by v:
+    The last step widens a posterior by v, where the optimizer has one. Of `backprop.BayesByBackprop`, rho is averaged
+    as well; of `ivon.IVON`, the curvature is the last:
 
-    .. math:: \\sigma_v^2 = \\left(\\log(1 + e^{\\bar\\rho})\\right)^2 + v
+    .. math:: \\sigma_v^2 = \\left(\\log(1 + e^{\\bar\\rho})\\right)^2 + v, \\qquad
+        \\sigma_v^2 = \\frac{1}{N_{\\rm ess} (h + \\delta_v)} + v
 
     Before the last step the parameters are the plain iterates. All is kept in the optimizer's state, so a checkpoint
     holds it.
@@ -64,36 +67,43 @@ def average(optimizer: Any, steps: int, share: float = 0.5) -> Any:
                 done, count = divmod(state.get("step", 0) - first - 1, length)  # blocks; iterates in this one
                 if p.grad is None or not 0 <= done < blocks:
                     continue
-                for name, value in {"": p, "_rho": state.get("rho")}.items():
+                if done == count == 0:
+                    state["iterates"] = {}
+                for name, value in {"weight": p, "rho": state.get("rho")}.items():
                     if value is not None:
-                        accumulate(state, name, value, done, count, last=count + 1 == length)
+                        accumulate(state["iterates"], name, value, done, count, last=count + 1 == length)
                 if state["step"] == steps:
-                    finish(p, state, blocks)
+                    finish(p, state, group, blocks)
 
     optimizer.register_step_post_hook(after_step)
     return optimizer
 
 
-def accumulate(state: dict[str, Any], name: str, value: Tensor, done: int, count: int, last: bool) -> None:
+def accumulate(memory: dict[str, Any], name: str, value: Tensor, done: int, count: int, last: bool) -> None:
     """Add an iterate to the mean of its block, and a block's mean to the average and to the squared deviations."""
-    block = state.setdefault(f"block{name}", torch.zeros_like(value))
+    if done == count == 0:
+        memory[name] = {kind: torch.zeros_like(value) for kind in ("block", "average", "scatter")}
+    block, mean, scatter = memory[name].values()
     block.add_((value - block) / (count + 1))
     if last:
-        mean = state.setdefault(f"average{name}", torch.zeros_like(value))
-        scatter = state.setdefault(f"scatter{name}", torch.zeros_like(value))
         before = block - mean
         mean.add_(before / (done + 1))
         scatter.addcmul_(before, block - mean)  # Welford's sum of squares
         block.zero_()
 
 
-def finish(p: Tensor, state: dict[str, Any], blocks: int) -> None:
+def finish(p: Tensor, state: dict[str, Any], group: dict[str, Any], blocks: int) -> None:
     """Put the average in the place of the last iterate, and its variance into the posterior's, if there is one."""
-    p.copy_(state["average"])
-    state["average_variance"] = state["scatter"] / (blocks * max(blocks - 1, 1))
+    memory = state["iterates"]
+    p.copy_(memory["weight"]["average"])
+    state["average_variance"] = v = memory["weight"]["scatter"] / (blocks * max(blocks - 1, 1))
     if "rho" in state:
-        sigma = (F.softplus(state["average_rho"]).square() + state["average_variance"]).sqrt()
+        sigma = (F.softplus(memory["rho"]["average"]).square() + v).sqrt()
         state["rho"].copy_(sigma + torch.log(-torch.expm1(-sigma)))  # whose softplus is sigma
+    if "h" in state:
+        ess, damping = group["ess"], group["weight_decay"]
+        precision = ess * (state["h"] + damping)
+        state["h"].copy_(precision / (1 + v * precision) / ess - damping)  # whose 1 / (N_ess (h + delta_v)) is the sum
 
 
 def sgd(params: Iterable[Any], lr: float, steps: int, beta1: float = 0.9, weight_decay: float = 0.0) -> Any:
@@ -122,3 +132,13 @@ def bayes_by_backprop(
     """
     optimizer = BayesByBackprop(params, lr, ess, sigma_init=sigma_init, prior_scale=prior_scale, beta1=beta1)
     return average(optimizer, steps)
+
+
+def adam(params: Iterable[Any], lr: float, steps: int, **options: float) -> Any:
+    """`adaptive.adam` that ends at the average; a point, as `sgd` is."""
+    return average(adaptive.adam(params, lr, **options), steps)
+
+
+def ivon(params: Iterable[Any], lr: float, ess: float, steps: int, **settings: Any) -> IVON:
+    """`ivon.IVON` whose mean is the average of iterates, and whose posterior knows of the noise that is left in it."""
+    return average(IVON(params, lr, ess, **settings), steps)

@@ -45,6 +45,11 @@ class IVON(torch.optim.Optimizer):
         Estimates that subtract the noise refuse to guess.
     rescale_lr
         see `lr`.
+    precondition
+        divide the step by h + delta_v, as in (4). Otherwise it is that of momentum descent, and h sets nothing but the
+        width of the posterior:
+
+        .. math:: m \\leftarrow m - \\alpha \\left(\\frac{\\bar g}{1 - \\beta_1^t} + \\delta_v m\\right)
     generator
         source of the posterior draws; None is torch's global one.
 
@@ -67,6 +72,7 @@ class IVON(torch.optim.Optimizer):
         scale: float | None = None,
         noise_std: float | None = None,
         rescale_lr: bool = True,
+        precondition: bool = True,
         generator: torch.Generator | None = None,
     ) -> None:
         for name, value in {
@@ -88,6 +94,7 @@ class IVON(torch.optim.Optimizer):
         defaults = {
             "lr": lr, "ess": ess, "hess_init": hess_init, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay,
             "scale": ess if scale is None else scale, "noise_std": noise_std, "rescale_lr": rescale_lr,
+            "precondition": precondition,
         }  # fmt: skip
         super().__init__(params, defaults)
         self.curvature, self.generator = curvature, generator
@@ -191,8 +198,11 @@ class IVON(torch.optim.Optimizer):
             direction, directions = self.scratch(parameters, "mean")
             torch._foreach_copy_(directions, parameters)
             correction = 1 - beta1**step  # of the momentum, moved out: (a / c + d m) / k = (a + c d m) / (c k)
-            direction.mul_(correction * damping).add_(momentum).div_(new["h"].add_(damping))
-            lr = group["lr"] * (group["hess_init"] + damping if group["rescale_lr"] else 1)
+            direction.mul_(correction * damping).add_(momentum)
+            lr = group["lr"]
+            if group["precondition"]:
+                direction.div_(new["h"].add_(damping))
+                lr *= group["hess_init"] + damping if group["rescale_lr"] else 1
             torch._foreach_sub_(parameters, directions, alpha=lr / correction)
         self.deviations.clear()
 
@@ -225,7 +235,8 @@ class IVON(torch.optim.Optimizer):
         if not finite(g):
             raise FloatingPointError("a gradient is not finite; nothing was changed: lower the learning rate")
         old = self.state[parameters[0]]
-        remembered = {name: self.vector(parameters, name) for name in old.keys() - {"step", "momentum"}}
+        tensors = [name for name, value in old.items() if isinstance(value, Tensor) and name != "momentum"]
+        remembered = {name: self.vector(parameters, name) for name in tensors}
         state = {"step": old["step"] + 1, "sizes": [p.numel() for p in parameters], **remembered}
         deviation, deviations = self.scratch(parameters, "deviation")
         if any(self.deviations[p] is not view for p, view in zip(parameters, deviations, strict=True)):

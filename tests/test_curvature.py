@@ -15,12 +15,12 @@ def group(**changes):
     return {"ess": 1000.0, "scale": 1000.0, "weight_decay": 0.01, "beta2": 0.9, "noise_std": 0.3, **changes}
 
 
-def state(h=0.2):
-    return {"step": 1, "sizes": [D], "h": torch.full((D,), h, dtype=torch.float64)}
+def state(n=D):
+    return {"step": 1, "sizes": [n], "h": torch.full((n,), 0.2, dtype=torch.float64)}
 
 
-def noisy(mu, s, seed=0):
-    return mu + s * torch.randn(D, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+def noisy(mu, s, seed=0, n=D):
+    return mu + s * torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("a", [0.0, 0.3, 1.0, 2.5])
@@ -82,7 +82,92 @@ def test_block_mean_shares_one_value_and_constant_changes_nothing():
     assert torch.equal(curvature.constant(noisy(5, 5), torch.zeros(D), memory, group()), memory["h"])
 
 
-@pytest.mark.parametrize("name", ["gradsq", "noise-corrected", "average-then-project", "block-mean"])
+def test_the_average_over_time_has_the_variance_that_it_says():
+    for beta2, steps in ((0.9, 3), (0.9, 60), (0.99, 25)):
+        memory, options = state(), group(beta2=beta2)
+        for t in range(1, steps + 1):
+            memory["step"] = t
+            average, reduction = curvature.averaged(noisy(2.0, 0.3, seed=t, n=50_000), memory, options)
+        assert float(average.mean()) == pytest.approx(2, abs=0.01)
+        assert float(average.var()) == pytest.approx(0.09 * reduction, rel=0.04)
+
+
+def test_shrinkage_keeps_what_the_noise_does_not_explain():
+    """With truth N(1, t^2) and noise N(0, v), the best linear estimate keeps t^2 / (t^2 + v) of the deviation."""
+    n = 200_000
+    truth, source = noisy(1.0, 0.3, seed=1, n=n), noisy(0, 1, seed=2, n=n)
+    for v in (0.01, 0.09, 0.9):
+        found = curvature.shrunk(truth + v**0.5 * source, torch.full_like(truth, v), [n])
+        slope = float(((found - 1) * (truth - 1)).mean() / (truth - 1).square().mean())
+        assert slope == pytest.approx(0.09 / (0.09 + v), abs=0.015)
+        error, raw = (found - truth).square().mean(), v
+        assert float(error) == pytest.approx(0.09 * v / (0.09 + v), rel=0.05)
+        assert error < raw
+    pure = curvature.shrunk(1 + source, torch.full_like(source, 1.1), [n])  # more noise claimed than there is spread
+    torch.testing.assert_close(pure, (1 + source).mean().expand(n))
+    torch.testing.assert_close(curvature.shrunk(truth, torch.zeros(n), [n]), truth)
+
+
+def test_blocks_do_not_mix():
+    values = torch.tensor([1.0, 3.0, 10.0, 30.0, 50.0])
+    assert curvature.pooled(values, [2, 3]).tolist() == [2, 2, 30, 30, 30]
+    noise = torch.tensor([0.0, 0.0, 1e9, 1e9, 1e9])
+    assert curvature.shrunk(values, noise, [2, 3]).tolist() == [1, 3, 30, 30, 30]
+
+
+def repeated(estimator, draw, steps, **options):
+    """What an estimator with memory says of 2000 coordinates after some steps of gradients and deviations."""
+    memory, settings = state(2000), group(**options)
+    for t in range(1, steps + 1):
+        memory["step"] = t
+        h_hat = estimator(*draw(t), memory, settings)
+    return h_hat
+
+
+def test_shrunk_squares_have_no_floor_where_projected_ones_do():
+    s, steps = 0.3, 200
+    pure = {
+        estimator: repeated(estimator, lambda t: (noisy(0, s, seed=t, n=2000), None), steps, beta2=0.98, noise_std=s)
+        for estimator in (curvature.average_then_project, curvature.average_then_shrink)
+    }
+    projected, shrunken = pure.values()
+    left = 1000 * 2**0.5 * s**2 * (0.02 / 1.98) ** 0.5 * norm.pdf(0)  # of a Gaussian, projected
+    assert float(projected.mean()) == pytest.approx(left, rel=0.1)
+    assert float(shrunken.mean()) < 0.15 * float(projected.mean())
+
+
+def test_the_block_s_price_has_one_nth_of_the_variance():
+    """Its privacy noise is s^2 N_ess (h + delta_v) for one coordinate, which `price_shrink` takes for known."""
+    s, n, options = 0.3, 400, group()
+    precision = 1000 * 0.21
+    deviation, g = noisy(0, precision**-0.5, seed=1), noisy(0, s, seed=2)
+    memory = {**state(), "sizes": [n] * (D // n)}
+    single = curvature.price(g, deviation, memory, options)
+    assert float(single.var()) == pytest.approx(s**2 * precision, rel=0.02)
+    block = curvature.price_block(g, deviation, memory, options)
+    assert len(block.unique()) == D // n
+    assert float(block[::n].var()) == pytest.approx(s**2 * precision / n, rel=0.15)
+    assert float(block.mean()) == pytest.approx(float(single.mean()))
+
+
+def test_price_shrinks_to_the_block_under_noise_and_finds_each_curvature_without():
+    n, precision = 2000, 1000 * 0.21
+    c = torch.linspace(0.1, 0.9, n, dtype=torch.float64)
+
+    def draw(t, s):
+        deviation = precision**-0.5 * noisy(0, 1, seed=t, n=n)
+        return c * deviation + noisy(0, s, seed=1000 + t, n=n), deviation
+
+    for s, close in ((0.0, True), (3.0, False)):
+        h_hat = repeated(curvature.price_shrink, lambda t, s=s: draw(t, s), 400, beta2=0.99, noise_std=s)
+        slope = float(((h_hat - h_hat.mean()) * (c - c.mean())).mean() / c.var())
+        assert (slope > 0.9) == close
+        assert (float(h_hat.std()) < 0.3 * float(c.std())) == (not close)
+
+
+@pytest.mark.parametrize(
+    "name", ["gradsq", "noise-corrected", "average-then-project", "average-then-shrink", "block-mean"]
+)
 def test_scale_b_is_a_factor_of_the_papers(name):
     g = noisy(0.4, 0.3)
     paper, consistent = (

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpivon import adaptive, backprop, checkpoint, data, iterates, methods, train
+from dpivon.ivon import IVON
 
 NAMES = ["sgd-average", "dp-sgd-average", "dp-bbp-average"]
 
@@ -124,3 +125,27 @@ def test_nothing_to_average_is_refused():
     for steps, share in ((0, 0.5), (10, 0.0), (10, 1.5)):
         with pytest.raises(ValueError, match=r"steps must be at least 1 and share in \(0, 1\]"):
             iterates.average(adaptive.sgd([nn.Parameter(torch.ones(1))], 0.1), steps, share)
+
+
+def test_the_posterior_of_ivon_is_widened_by_it_and_its_mean_is_the_average():
+    steps, source = 64, torch.Generator().manual_seed(0)
+    p, twin = (nn.Parameter(torch.zeros(50, dtype=torch.float64)) for _ in range(2))
+    noise = torch.randn(steps, 50, generator=source, dtype=torch.float64)
+    options = {"ess": 100.0, "curvature": "gradsq", "noise_std": 0.0, "precondition": False}
+    plain = IVON([twin], 1.0, **options)
+    optimizer = iterates.ivon([p], 1.0, steps=steps, **options)
+    run(optimizer, p, steps, lambda t: noise[t])
+    means = torch.stack(run(plain, twin, steps, lambda t: noise[t])[32:])
+    torch.testing.assert_close(p.detach(), means.mean(0))
+    v = torch.stack([part.mean(0) for part in means.chunk(8)]).var(0) / 8
+    assert (v > 0.1 * plain.variance()[twin]).any()  # or its being added would not show
+    torch.testing.assert_close(optimizer.variance()[p], plain.variance()[twin] + v)
+
+
+def test_adam_ends_at_its_average():
+    p, twin = (nn.Parameter(torch.zeros(5)) for _ in range(2))
+    noise = torch.randn(16, 5, generator=torch.Generator().manual_seed(0))
+    got = run(iterates.adam([p], 0.1, steps=16, beta2=0.9), p, 16, lambda t: noise[t])
+    plain = run(adaptive.adam([twin], 0.1, beta2=0.9), twin, 16, lambda t: noise[t])
+    assert torch.equal(got[-2], plain[-2])
+    torch.testing.assert_close(got[-1], torch.stack(plain[8:]).mean(0))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from dpivon import curvature, models
+from dpivon import adaptive, curvature, models
 from dpivon.ivon import IVON, new_curvature
 
 # 0.25 because the peer keeps hess_init in single precision.
@@ -114,6 +114,25 @@ def test_equations_3_and_4():
         momentum = 0.8 * momentum + 0.2 * g
         m = m - alpha * (momentum / (1 - 0.8**t) + delta * m) / (h + delta)
         torch.testing.assert_close(p.detach(), m, rtol=1e-12, atol=0)
+
+
+def test_without_preconditioning_the_mean_steps_like_momentum_descent_and_h_learns_all_the_same():
+    """The curvature then sets nothing but the posterior's width."""
+    torch.manual_seed(3)
+    p, q, r = (torch.nn.Parameter(torch.ones(6, dtype=torch.float64)) for _ in range(3))
+    options = {**QUIET, "curvature": "gradsq", "lr": 0.3}
+    split, plain = IVON([p], precondition=False, **options), IVON([r], **options)
+    descent = adaptive.sgd([q], lr=0.3, beta1=SETTINGS["beta1"], weight_decay=SETTINGS["weight_decay"])
+    for _ in range(5):
+        g = torch.randn(6, dtype=torch.float64)
+        for optimizer, parameter in ((split, p), (plain, r), (descent, q)):
+            with optimizer.sampled_params():
+                parameter.grad = g.clone()
+            optimizer.step()
+    torch.testing.assert_close(p, q)
+    assert (p - r).abs().max() > 0.01
+    torch.testing.assert_close(split.state[p]["h"], plain.state[r]["h"])
+    assert (split.state[p]["h"] != SETTINGS["hess_init"]).all()
 
 
 def test_the_draw_has_the_posteriors_moments_and_the_mean_is_restored_exactly():
