@@ -11,8 +11,16 @@ from nbformat import NotebookNode
 from tools import notebooks
 
 HEADER = "---\ndpivon:\n  download: none\n  epsilon: none, the data are public\n---\n\n"
+CHECK = """
+```{{admonition}} Check yourself {0}
+:class: dropdown
+**Question.** Why is it so?
+
+**Answer.** Because it is.
+```
+"""
 EXERCISE = """
-```{{exercise-start}} Show it (theory, 5 minutes)
+```{{exercise-start}} Show it ({1}, 5 minutes)
 :label: ex-{0}
 ```
 Show it.
@@ -52,10 +60,10 @@ mystnb:
 import matplotlib.pyplot as plt
 _ = plt.figure(figsize=(1, 1)).gca().plot([0, double(0.5)])
 ```
-
-## Exercises
 """
-    + "".join(EXERCISE.format(number) for number in range(4))
+    + "".join(CHECK.format(number) for number in (1, 2, 3))
+    + "\n## Exercises\n"
+    + "".join(EXERCISE.format(*each) for each in enumerate(("reading", "pencil", "proof and coding", "research")))
 )
 
 
@@ -164,8 +172,21 @@ BREAKAGES: dict[str, Callable[[NotebookNode], Any]] = {
     "without alt text": lambda notebook: first(notebook, "plt").metadata.mystnb.image.update(alt="line"),
     "without a caption": lambda notebook: first(notebook, "plt").metadata.mystnb.pop("figure"),
     "more than one figure": lambda notebook: first(notebook, "plt").outputs.extend(first(notebook, "plt").outputs),
-    "3 exercises": edited("```{exercise-start} Show it (theory, 5 minutes)\n:label: ex-0", "```{note}"),
-    "must end in (kind, N minutes)": edited("(theory, 5 minutes)", "(theory)"),
+    "2 self-checks": edited("```{admonition} Check yourself 3", "```{admonition} Look"),
+    "not numbered in order: 1, 4, 3": edited("yourself 2\n", "yourself 4\n"),
+    "not numbered in order: 1, , 3": edited("yourself 2\n", "yourself\n"),
+    "self-check 1: not of class": edited("yourself 1\n:class: dropdown", "yourself 1\n:class: tip"),
+    "self-check 2: not of class": edited(
+        "yourself 2\n:class: dropdown\n**Question.**", "yourself 2\n:class: dropdown\n**Q.**"
+    ),
+    "self-check 3: not of class": edited(
+        "**Answer.** Because it is.\n```\n\n## Exercises", "It is.\n```\n\n## Exercises"
+    ),
+    "3 exercises": edited("```{exercise-start} Show it (reading, 5 minutes)\n:label: ex-0", "```{note}"),
+    "must end in (kind, N minutes)": edited("(pencil, 5 minutes)", "(pencil)"),
+    "the kind one of": edited("(proof and coding, 5", "(proof and fun, 5"),
+    "no exercise of the kind reading": edited("(reading, 5", "(pencil, 5"),
+    "no exercise of the kind research": edited("(research, 5", "(coding, 5"),
     "no solution": edited("solution-start} ex-2", "solution-start} ex-9"),
 }
 

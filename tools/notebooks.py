@@ -47,6 +47,9 @@ RUN_CARD = """\
 | Download | {download} |
 | Privacy spent | {epsilon} |"""
 
+# What an exercise asks for; two of them joined by "and" where it asks for both.
+KINDS = ("reading", "pencil", "proof", "computation", "coding", "experiment", "research")
+
 ABSOLUTE_PATH = re.compile(r"(?<![\w.:/-])/(home|root|tmp|Users|work)/|\b[A-Z]:\\")
 PROBE = "import resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
 
@@ -244,15 +247,41 @@ def problems(path: Path) -> list[str]:
             found.append(f"{where}: an absolute path")
         if cell.cell_type == "code":
             found += [f"{where}: {problem}" for problem in cell_problems(cell)]
+    return found + self_check_problems(text) + exercise_problems(text)
+
+
+def self_check_problems(text: str) -> list[str]:
+    """A chapter asks three questions or more, numbered in order, each with its answer."""
+    found, numbers = [], []
+    blocks = re.findall(r"^(`{3,})\{admonition\} Check yourself *(\d*)\n([\s\S]*?)\n\1$", text, re.MULTILINE)
+    for _, number, body in blocks:
+        numbers.append(number)
+        if not re.fullmatch(r":class: dropdown\n\*\*Question\.\*\* \S[\s\S]*\n\n\*\*Answer\.\*\* \S[\s\S]*", body):
+            found.append(f"self-check {number}: not of class dropdown with a **Question.** and an **Answer.**")
+    if numbers != [str(k) for k in range(1, len(numbers) + 1)]:
+        found.append(f"self-checks not numbered in order: {', '.join(numbers)}")
+    if len(numbers) < 3:
+        found.append(f"{len(numbers)} self-checks, at least 3 are due")
+    return found
+
+
+def exercise_problems(text: str) -> list[str]:
+    """A chapter has four exercises or more, from reading to research, each with kind, minutes and solution."""
     exercises = re.findall(r"^`{3,}\{exercise-start\} *(.*)\n:label: *(\S+)", text, re.MULTILINE)
-    if len(exercises) < 4:
-        found.append(f"{len(exercises)} exercises, at least 4 are due")
+    found = [] if len(exercises) >= 4 else [f"{len(exercises)} exercises, at least 4 are due"]
+    asked: set[str] = set()
     for title, label in exercises:
-        if not re.search(r"\(.*\b\d+ minutes\)$", title):
-            found.append(f"exercise {label}: its title must end in (kind, N minutes)")
+        effort = re.search(r"\(([a-z ]+), \d+ minutes\)$", title)
+        kinds = effort[1].split(" and ") if effort else []
+        asked.update(kinds)
+        if not kinds or not set(kinds) <= set(KINDS):
+            found.append(
+                f"exercise {label}: its title must end in (kind, N minutes), the kind one of {', '.join(KINDS)}"
+            )
         solution = rf"^`{{3,}}\{{solution-start\}} *{re.escape(label)}\n:class: dropdown"
         if not re.search(solution, text, re.MULTILINE):
             found.append(f"exercise {label}: no solution of class dropdown")
+    found += [f"no exercise of the kind {kind}" for kind in ("reading", "research") if kind not in asked]
     return found
 
 
