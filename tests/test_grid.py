@@ -95,10 +95,10 @@ def test_what_is_no_grid_is_named(tmp_path, text, message):
 
 def test_the_grids_of_the_book_can_be_read():
     found = {file.stem: grid.read(file) for file in (RESULTS / "grids").glob("*.toml")}
-    tuning = found["lenet_tuning"]
-    for noise in {c.noise_multiplier for c in tuning}:  # as many trials for each method
-        assert len(set(Counter(c.method for c in tuning if c.noise_multiplier == noise).values())) == 1
-    assert all(c.holdout == 5000 for c in tuning)  # and none on the test set
+    for tuning in (found["lenet_tuning"], found["lenet_rivals_tuning"]):
+        for noise in {c.noise_multiplier for c in tuning}:  # as many trials for each method
+            assert len(set(Counter(c.method for c in tuning if c.noise_multiplier == noise).values())) == 1
+        assert all(c.holdout == 5000 for c in tuning)  # and none on the test set
     star = found["lenet_center"] + found["lenet_arms"]
     assert {round(c.epochs * 50_000 / c.batch_size) for c in star} == {488}  # T is fixed
     arms = [
