@@ -73,6 +73,19 @@ def mark_run_cards(app: Sphinx, doctree: nodes.document) -> None:
             table["classes"].append("run-card")
 
 
+def ask_before_answering(app: Sphinx, doctree: nodes.document) -> None:
+    """Show the question of a "Check yourself" box at once, and fold only its answer."""
+    for box in list(doctree.findall(nodes.admonition)):
+        at = next((i for i, part in enumerate(box) if part.astext().startswith("Answer.")), None)
+        if at is None or not box.astext().startswith("Check yourself") or "dropdown" not in box["classes"]:
+            continue
+        answer = box.children[at:]
+        del box[at:]
+        answer[0].remove(next(answer[0].findall(nodes.strong)))  # the word itself, which becomes the title
+        box["classes"] = ["check-yourself"]
+        box += nodes.admonition("", nodes.title("", "Answer"), *answer, classes=["dropdown"])
+
+
 def split_parameters(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
     """Read `name : what it is` as a name and its description; napoleon takes it for a name and its type.
 
@@ -93,5 +106,6 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("html-page-context", drop_thebe, priority=900)
     app.connect("html-page-context", mend_body, priority=900)
     app.connect("doctree-read", mark_run_cards)
+    app.connect("doctree-read", ask_before_answering)
     app.connect("autodoc-process-docstring", split_parameters, priority=400)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

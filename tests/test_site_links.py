@@ -1,5 +1,6 @@
 """The built site: every internal link and anchor leads somewhere, and nothing is loaded from outside."""
 
+import re
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
@@ -84,3 +85,18 @@ def test_the_checker_finds_what_is_broken(tmp_path: Path) -> None:
         "a.html: loads https://example.org/x.js from outside",
         "b.html: #q has no such anchor",
     ]
+
+
+def test_a_question_shows_and_its_answer_folds() -> None:
+    need_site()
+    boxes = answers = 0
+    for path in notebooks.chapters():
+        page = f"book/{path.stem}.html"
+        text = (SITE / page).read_text()
+        boxes += len(re.findall(r'<div class="check-yourself admonition">', text))
+        folded = re.findall(
+            r'<div class="dropdown admonition">\s*<p class="admonition-title">Answer</p>\s*<p>(.)', text
+        )
+        answers += len(folded)
+        assert "Answer." not in re.sub(r"<[^>]*>", "", text), f"{page}: the word stands twice"
+    assert boxes == answers >= 3 * len(notebooks.chapters())
