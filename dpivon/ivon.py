@@ -102,6 +102,12 @@ class IVON(torch.optim.Optimizer):
         self.drawing = False
         self.vectors: dict[tuple[Any, ...], tuple[Tensor, list[Tensor]]] = {}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take up a state, also one that was saved before `precondition` existed."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("precondition", True)
+
     def trained(self, group: dict[str, Any]) -> list[Tensor]:
         """The group's parameters that learn; the state of a new one begins at hess_init."""
         parameters = [p for p in group["params"] if p.requires_grad]

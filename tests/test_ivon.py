@@ -250,6 +250,18 @@ def test_state_dict_resumes_the_trajectory(name, tmp_path):
     assert torch.equal(p, q)
 
 
+def test_a_state_without_the_newest_setting_is_taken_up():
+    p = torch.nn.Parameter(torch.ones(2))
+    saved = IVON([p], **QUIET).state_dict()
+    del saved["param_groups"][0]["precondition"]
+    optimizer = IVON([p], **QUIET)
+    optimizer.load_state_dict(saved)
+    with optimizer.sampled_params():
+        p.grad = torch.ones(2)
+    optimizer.step()
+    assert (p < 1).all()
+
+
 def test_late_groups_frozen_and_unused_parameters_and_schedulers():
     p, late, frozen, idle = (nn.Parameter(torch.ones(2)) for _ in range(4))
     frozen.requires_grad_(False)
