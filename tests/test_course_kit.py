@@ -55,3 +55,11 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     done = command("grade", "01_gaussian_mechanism", str(tmp_path / "none"), "--to", str(tmp_path / "out"))
     assert done.returncode == 1
     assert done.stderr.startswith("there is no folder")
+
+
+def test_an_unknown_name_is_named_and_leaves_nothing_behind(tmp_path):
+    with pytest.raises(course.KitError, match="there is no assignment 'nobody'"):
+        course.release("nobody", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(course.KitError, match=r"there is no .*nobody\.md; `edit nobody` writes it"):
+        course.save("nobody")

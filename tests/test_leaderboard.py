@@ -74,3 +74,8 @@ def test_the_board_names_teams_by_their_files(tmp_path: Path) -> None:
     assert shown[1].startswith("  1  1.5000 +- nan  1 seeds")
     assert shown[1].endswith("blue")
     assert len(shown) == 2
+
+
+def test_a_missing_file_is_no_team_without_runs(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"there is no file .*nobody\.jsonl; give each team's ledger"):
+        leaderboard.show([tmp_path / "nobody.jsonl"])

@@ -72,7 +72,10 @@ def edit(name: str) -> Path:
 
 def save(name: str) -> Path:
     """Write an assignment from its text twin, without outputs: the students make them."""
-    notebook = jupytext.reads((TEXT / f"{name}.md").read_text(), fmt="md:myst")
+    twin = TEXT / f"{name}.md"
+    if not twin.is_file():
+        raise KitError(f"there is no {twin.relative_to(TEXT.parent)}; `edit {name}` writes it, or write it by hand")
+    notebook = jupytext.reads(twin.read_text(), fmt="md:myst")
     for cell in notebook.cells:
         if notes := mark(cell):
             cell.metadata["nbgrader"] = {**USUAL, "cell_type": cell.cell_type, **notes}
@@ -155,6 +158,6 @@ def released(directory: Any) -> NotebookNode:
 
 def release(name: str, folder: Path) -> Path:
     """Write the student version of an assignment: stubs for solutions, and no hidden tests."""
-    folder.mkdir(parents=True, exist_ok=True)
     with course(name) as directory:
+        folder.mkdir(parents=True, exist_ok=True)  # only now: an unknown name leaves nothing behind
         return write(folder / f"{name}.ipynb", nbformat.writes(released(directory)) + "\n")

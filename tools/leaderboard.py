@@ -95,7 +95,12 @@ def show(files: Iterable[Path]) -> list[str]:
     ------
     LedgerError
         a line of a file cannot be read.
+    FileNotFoundError
+        there is no such file, which would rank as a team without a run.
     """
+    files = list(files)
+    if missing := [str(path) for path in files if not path.is_file()]:
+        raise FileNotFoundError(f"there is no file {', '.join(missing)}; give each team's ledger")
     entries, refused = rank((path.stem, ledger.read(path)) for path in files)
     lines = [f"{place:3}  {entry}" for place, entry in enumerate(entries, start=1)]
     head = "     NLL on the test set, mean and standard deviation over seeds"
