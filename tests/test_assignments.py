@@ -167,6 +167,7 @@ def test_answers_are_checked(small: Path, change: Callable[[Any], Any], message:
         ("You can count", "You can read", "lacks the outcome: count"),
     ],
 )
+@pytest.mark.usefixtures("small")
 def test_sources_are_checked(old: str, new: str, message: str) -> None:
     assert message in "\n".join(quick_check(lambda source: source.replace(old, new)))
 
@@ -184,6 +185,7 @@ def quick_check(change: Callable[[str], str] = lambda source: source) -> list[st
     return kit.problems(notebook, stubs, answers)
 
 
+@pytest.mark.usefixtures("small")
 def test_a_hidden_test_that_students_see_is_found() -> None:
     notebook = course.source("00_small")
     assert "shows a hidden test" in "\n".join(kit.check_texts(notebook, notebook))
