@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpivon import adaptive
+from dpivon import adaptive, snapshots
 from dpivon.backprop import BayesByBackprop
 from dpivon.ivon import IVON
 
@@ -106,13 +106,14 @@ def finish(p: Tensor, state: dict[str, Any], group: dict[str, Any], blocks: int)
         state["h"].copy_(precision / (1 + v * precision) / ess - damping)  # whose 1 / (N_ess (h + delta_v)) is the sum
 
 
-def sgd(params: Iterable[Any], lr: float, steps: int, beta1: float = 0.9, weight_decay: float = 0.0) -> Any:
-    """`adaptive.sgd` that ends at the average (Polyak and Juditsky, 1992).
+def sgd(params: Iterable[Any], lr: float, steps: int, samples: int = 0, **options: float) -> Any:
+    """`adaptive.sgd` that ends at the average (Polyak and Juditsky, 1992), and keeps `samples` iterates.
 
-    It stays a point: v is the training noise that is left in the average, and says nothing of how well the data
-    determine the weights, so it would be no posterior.
+    The average is a point: v is the training noise that is left in it, and says nothing of how well the data determine
+    the weights, so it would be no posterior. The iterates themselves scatter more widely; `snapshots` says of what use
+    that is.
     """
-    return average(adaptive.sgd(params, lr, beta1, weight_decay), steps)
+    return average(snapshots.keep(adaptive.sgd(params, lr, **options), steps, samples), steps)
 
 
 def bayes_by_backprop(
@@ -134,11 +135,14 @@ def bayes_by_backprop(
     return average(optimizer, steps)
 
 
-def adam(params: Iterable[Any], lr: float, steps: int, **options: float) -> Any:
-    """`adaptive.adam` that ends at the average; a point, as `sgd` is."""
-    return average(adaptive.adam(params, lr, **options), steps)
+def adam(params: Iterable[Any], lr: float, steps: int, samples: int = 0, **options: float) -> Any:
+    """`adaptive.adam` that ends at the average; a point, as `sgd` is, with the same iterates besides."""
+    return average(snapshots.keep(adaptive.adam(params, lr, **options), steps, samples), steps)
 
 
-def ivon(params: Iterable[Any], lr: float, ess: float, steps: int, **settings: Any) -> IVON:
-    """`ivon.IVON` whose mean is the average of iterates, and whose posterior knows of the noise that is left in it."""
-    return average(IVON(params, lr, ess, **settings), steps)
+def ivon(params: Iterable[Any], lr: float, ess: float, steps: int, samples: int = 0, **settings: Any) -> IVON:
+    """`ivon.IVON` whose mean is the average of iterates, and whose posterior knows of the noise that is left in it.
+
+    The iterates that are kept are those of the mean.
+    """
+    return average(snapshots.keep(IVON(params, lr, ess, **settings), steps, samples), steps)

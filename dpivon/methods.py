@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from dpivon import adaptive, ensemble, iterates, langevin, laplace
+from dpivon import adaptive, ensemble, iterates, langevin, laplace, snapshots
 from dpivon import backprop as bayes
 from dpivon.dropout import Masks, add
 from dpivon.ivon import IVON
@@ -93,7 +93,7 @@ def sgld(private: bool) -> Method:
     defaults = {"temperature": 1.0, "weight_decay": 2e-4, "samples": 32}
     return Method(
         private, langevin.SGLD, (*defaults, "ess"), defaults, {"digits": 0.5, "cifar10": 1.0},
-        posterior=langevin.kept,
+        posterior=snapshots.kept,
     )  # fmt: skip
 
 
@@ -132,6 +132,14 @@ def averaged(row: Method, optimizer: Callable[..., Any], slower: float = 1.0) ->
     """The row with a mean of iterates at its end, for which the learning rate stays constant."""
     lr = {name: value / slower for name, value in row.lr.items()}
     return replace(row, optimizer=optimizer, lr=lr, defaults={**row.defaults, "schedule": "constant"})
+
+
+def kept(row: Method, optimizer: Callable[..., Any], slower: float = 1.0) -> Method:
+    """The `averaged` row that predicts by iterates of the run's second half, one after the other."""
+    row = averaged(row, optimizer, slower)
+    return replace(
+        row, settings=(*row.settings, "samples"), defaults={**row.defaults, "samples": 16}, posterior=snapshots.kept
+    )
 
 
 def tempered(row: Method) -> Method:
@@ -179,6 +187,13 @@ METHODS = {
     "dp-sgd-tempered": tempered(sgd(private=True)),
     "dp-laplace": last_layer_laplace(private=True),
     "dp-sgd-average": averaged(sgd(private=True), iterates.sgd, slower=2),
+    "dp-sgd-snapshots": kept(sgd(private=True), iterates.sgd, slower=2),
+    "dp-adam-average": averaged(moments(adaptive.adam), iterates.adam),
+    "dp-adam-snapshots": kept(moments(adaptive.adam), iterates.adam),
+    "dp-ivon-shrunk": ivon("average-then-shrink"),
+    "dp-ivon-snapshots": kept(
+        ivon("average-then-shrink"), partial(iterates.ivon, curvature="average-then-shrink"), slower=2
+    ),
     "dp-bbp-average": averaged(backprop(private=True), iterates.bayes_by_backprop),
     "dp-ensemble": deep_ensemble(private=True),
     "dp-ensemble-shards": deep_ensemble(private=True, shards=True),

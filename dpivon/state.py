@@ -16,12 +16,12 @@ from dpivon import (
     accounting,
     adaptive,
     data,
-    langevin,
     laplace,
     mechanism,
     models,
     predict,
     processes,
+    snapshots,
     temperature,
 )
 from dpivon.config import RECIPE, Config
@@ -295,7 +295,7 @@ class Run:
                 "noise on something else and break the guarantee: use another file, or the run's own settings"
             )
         if "iterates" in state:
-            langevin.take_up(self.optimizer, state["iterates"])
+            snapshots.take_up(self.optimizer, state["iterates"])
         self.step = state["step"]
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])

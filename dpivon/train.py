@@ -17,7 +17,6 @@ from dpivon import (
     checkpoint,
     curvature,
     data,
-    langevin,
     ledger,
     mechanism,
     metrics,
@@ -25,6 +24,7 @@ from dpivon import (
     predict,
     processes,
     shift,
+    snapshots,
 )
 from dpivon.assignment import place
 
@@ -77,7 +77,7 @@ def run(
         write the posterior, with the privacy statement, to this file; see `posterior.load`.
     samples_path
         an empty folder, or that of the run that is resumed: Langevin dynamics writes each iterate that it keeps into a
-        file there, instead of holding all in memory; `langevin.Stored` reads them.
+        file there, instead of holding all in memory; `snapshots.Stored` reads them.
     shifted
         evaluate on corrupted and on strange images too, by `shift.evaluate`; takes longer than training on the digits.
     device
@@ -121,8 +121,11 @@ def run(
                 f"{config.model!r}; one of 'dp-bbp' can"
             )
         if samples_path is not None:
-            if not isinstance(now.optimizer, langevin.SGLD):
-                raise ValueError(f"{config.method!r} keeps no iterates, so it takes no folder for them; 'dp-sgld' does")
+            if not hasattr(now.optimizer, "folder") or config.samples == 0:
+                raise ValueError(
+                    f"{config.method!r} keeps no iterates, so it takes no folder for them; 'dp-sgld' and "
+                    "'dp-sgd-snapshots' do"
+                )
             if mechanism.ranks()[0] == 0:  # all processes hold the same iterates
                 now.optimizer.folder = str(samples_path)
         if config.method == "dp-ivon-gradsq":
@@ -232,9 +235,9 @@ def evaluate(now: Run) -> dict[str, Any]:
 def stored(now: Run) -> int:
     """How many numbers prediction needs: the weights, with their variances or once for each kept iterate."""
     size = sum(p.numel() for p in now.model.parameters() if p.requires_grad)
-    kept = [state["samples"].numel() for state in now.optimizer.state.values() if "samples" in state]
+    kept = [sum(t.numel() for t in state["snapshots"]) for state in now.optimizer.state.values() if "snapshots" in state]
     known = now.posterior()
-    if isinstance(known, langevin.Stored):
+    if isinstance(known, snapshots.Stored):
         return size * len(known.files)
     variances = known.variance().values() if hasattr(known, "variance") else ()
     return sum(kept) or size + sum(v.numel() for v in variances)

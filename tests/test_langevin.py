@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from dpivon import accounting, checkpoint, data, langevin, metrics, predict, train
+from dpivon import accounting, checkpoint, data, langevin, metrics, predict, snapshots, train
 
 K, CENTER = torch.tensor([1.0, 4.0], dtype=torch.float64), torch.tensor([0.5, -2.0], dtype=torch.float64)
 ESS, LR, DECAY = 50.0, 0.1, 0.5
@@ -23,7 +23,7 @@ def chain(noise_std, steps=40_000, temperature=1.0):
         noise = noise_std * torch.randn(2, dtype=torch.float64, generator=source)
         theta.grad = K * (theta.detach() - CENTER) + noise
         optimizer.step()
-    return optimizer.state[theta]["samples"]
+    return torch.stack(optimizer.state[theta]["snapshots"])
 
 
 @pytest.mark.parametrize("noise_std", [0.0, 0.5, math.sqrt(2 / (ESS * LR))])
@@ -81,7 +81,7 @@ def test_prediction_averages_the_kept_iterates():
     images = data.digits()
     now = train.Run(train.resolve(train.Config(method="dp-sgld", epochs=4, seed=0, samples=5)), images)
     train.train(now, None, lambda line: None)
-    kept = [now.optimizer.state[p]["samples"] for p in now.model.parameters()]
+    kept = [now.optimizer.state[p]["snapshots"] for p in now.model.parameters()]
     assert {len(samples) for samples in kept} == {5}
     latest = [p.detach().clone() for p in now.model.parameters()]
     got = predict.log_probs(now.model, images.x_test, now.posterior(), 5)
@@ -110,7 +110,7 @@ def test_errors_name_the_value():
     ):
         with pytest.raises(ValueError, match=message):
             langevin.SGLD([p], **{"lr": 0.1, "ess": 10.0, "steps": 10, **change})
-    kept = langevin.Kept(langevin.SGLD([p], 0.1, 10.0, 10))
+    kept = snapshots.Kept(langevin.SGLD([p], 0.1, 10.0, 10))
     with pytest.raises(RuntimeError, match="no iterate was kept"), kept.sampled_params():
         pass
     with pytest.raises(ValueError, match="must be > 0, got 0"):
@@ -132,9 +132,9 @@ def test_iterates_in_a_folder_predict_as_those_in_memory_and_leave_memory_alone(
     now = train.Run(train.resolve(config), images)
     now.optimizer.folder = str(tmp_path)
     train.train(now, None, lambda line: None)
-    assert not any("samples" in state for state in now.optimizer.state.values())
+    assert not any("snapshots" in state for state in now.optimizer.state.values())
     latest = [p.detach().clone() for p in now.model.parameters()]
-    stored = langevin.Stored(now.model.parameters(), tmp_path)
+    stored = snapshots.Stored(now.model.parameters(), tmp_path)
     predict.log_probs(now.model, images.x_test[:2], stored, 7)
     assert all(torch.equal(p, q) for p, q in zip(now.model.parameters(), latest, strict=True))
     with stored.sampled_params():
@@ -171,18 +171,18 @@ def test_a_folder_that_cannot_serve_is_named(tmp_path):
     with pytest.raises(ValueError, match="'dp-sgd' keeps no iterates"):
         train.run(train.Config(noise_multiplier=3.0), images=images, samples_path=tmp_path)
     with pytest.raises(ValueError, match="holds no iterate"):
-        langevin.Stored([], tmp_path)
+        snapshots.Stored([], tmp_path)
     train.run(config, images=images, samples_path=tmp_path)
     with pytest.raises(ValueError, match="holds iterates of another run; choose an empty folder"):
         train.run(config, images=images, samples_path=tmp_path)
     with (
         pytest.raises(ValueError, match="does not fit this network"),
-        langevin.Stored(nn.Linear(2, 2).parameters(), tmp_path).sampled_params(),
+        snapshots.Stored(nn.Linear(2, 2).parameters(), tmp_path).sampled_params(),
     ):
         pass
     for file in tmp_path.iterdir():
         file.write_bytes(file.read_bytes()[:-10])
-    with pytest.raises(ValueError, match="not a whole iterate"), langevin.Stored([], tmp_path).sampled_params():
+    with pytest.raises(ValueError, match="not a whole iterate"), snapshots.Stored([], tmp_path).sampled_params():
         pass
 
 
@@ -190,7 +190,7 @@ def stopped(config, images, folder, at, path):
     """A run in a folder, stopped after some steps, with a checkpoint."""
     now = train.Run(config, images)
     now.optimizer.folder = str(folder)
-    keep, now.steps = now.optimizer.keep, at
+    keep, now.steps = now.optimizer.kept_at, at
     train.train(now, path, lambda line: None)
     return keep
 
