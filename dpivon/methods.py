@@ -83,7 +83,7 @@ def moments(optimizer: Callable[..., Any], private: bool = True, damping: float 
 def ivon(curvature: str, private: bool = True) -> Method:
     """A row for IVON with one of the curvature estimators; ess is N where the configuration is silent."""
     defaults = {"beta1": 0.9, "beta2": 0.995, "weight_decay": 2e-4, "hess_init": 0.1, "samples": 32}
-    squares = () if curvature in ("price", "constant") else ("scale",)
+    squares = () if curvature.startswith("price") or curvature == "constant" else ("scale",)
     settings = ("beta1", "beta2", "weight_decay", "hess_init", "ess", *squares)
     return Method(private, partial(IVON, curvature=curvature), settings, defaults, {"digits": 2.0, "cifar10": 4.0})
 
@@ -191,9 +191,8 @@ METHODS = {
     "dp-adam-average": averaged(moments(adaptive.adam), iterates.adam),
     "dp-adam-snapshots": kept(moments(adaptive.adam), iterates.adam),
     "dp-ivon-shrunk": ivon("average-then-shrink"),
-    "dp-ivon-snapshots": kept(
-        ivon("average-then-shrink"), partial(iterates.ivon, curvature="average-then-shrink"), slower=2
-    ),
+    "dp-ivon-price-shrunk": ivon("price-shrink"),
+    "dp-ivon-price-snapshots": kept(ivon("price-shrink"), partial(iterates.ivon, curvature="price-shrink"), slower=2),
     "dp-bbp-average": averaged(backprop(private=True), iterates.bayes_by_backprop),
     "dp-ensemble": deep_ensemble(private=True),
     "dp-ensemble-shards": deep_ensemble(private=True, shards=True),
