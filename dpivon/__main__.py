@@ -9,7 +9,7 @@ from typing import Any
 
 import tyro
 
-from dpivon import accounting, audit, bench, compare, data, ledger, processes, records, sweep, train
+from dpivon import accounting, audit, bench, compare, data, ledger, processes, records, rules, sweep, train
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,58 @@ class Epsilon:
 
 
 @dataclass(frozen=True)
+class Suggest:
+    """Settings to try first, from public numbers alone, and what a run with them can know about curvature.
+
+    Parameters
+    ----------
+    epsilon
+        the budget.
+    n
+        N, the number of training examples.
+    batch_size
+        b, the expected batch size.
+    epochs
+        passes over the data; T = round(epochs N / b).
+    max_grad_norm
+        C, the clipping norm.
+    parameters
+        P, the number of weights of the network.
+    delta
+        delta_p.
+    """
+
+    epsilon: float = 1.0
+    n: int = 50_000
+    batch_size: int = 1024
+    epochs: float = 10
+    max_grad_norm: float = 1.0
+    parameters: int = 62_006
+    delta: float = 1e-5
+
+    def __call__(self) -> None:
+        if self.n < 1 or not 0 < self.batch_size <= self.n:
+            raise ValueError(f"need 0 < batch-size <= n, got {self.batch_size} and {self.n}")
+        steps = max(1, round(self.epochs * self.n / self.batch_size))
+        sigma = accounting.noise_for(self.epsilon, self.batch_size / self.n, steps, self.delta)
+        s = sigma * self.max_grad_norm / self.batch_size
+        decay = rules.weight_decay(self.max_grad_norm, self.parameters)
+        shortest = rules.least_learning_rate(steps, self.max_grad_norm)
+        lr = max(rules.learning_rate(s, steps, decay), shortest)
+        squares = rules.resolved_by_squares(sigma, self.batch_size, steps, self.parameters)
+        price = rules.resolved_by_price(sigma, self.batch_size, steps, self.n)
+        print(f"noise multiplier {sigma:.3g}, so privacy noise of {s:.3g} in each coordinate of {steps} gradients")
+        print("dp-sgd-snapshots (or dp-sgd-average):")
+        print(f"  --schedule constant --lr {lr:.2g} --weight-decay {decay:.2g}")
+        if lr == shortest:
+            print("  (a budget so strong that steps which arrive carry more noise than they should)")
+        print("DP-IVON-Gradsq, with a curvature that starts where the noise carries it:")
+        print(f"  --hess-init {rules.hess_init(s, self.n):.2g} --beta2 {rules.beta2(max(steps, 6)):.4g}")
+        print(f"curvatures that the run can tell apart, of {self.parameters}: {min(squares, self.parameters):.3g} from")
+        print(f"squared gradients, {min(price, self.parameters):.3g} by Price's theorem, both at best")
+
+
+@dataclass(frozen=True)
 class Attack:
     """Attack a method, and print the epsilon that it claims beside the epsilon that the attacks certify.
 
@@ -201,6 +253,7 @@ def summary(record: dict) -> str:
 COMMANDS: dict[str, Callable[..., Any]] = {
     "train": Train,
     "epsilon": Epsilon,
+    "suggest": Suggest,
     "audit": Attack,
     "compare": compare.Compare,
     "sweep": sweep.Sweep,

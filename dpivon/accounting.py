@@ -129,6 +129,18 @@ def epsilon(
     ------
     ValueError
         a value is out of range.
+
+    Examples
+    --------
+    Thirty epochs on 50,000 images, by both accountants:
+
+    >>> from dpivon.accounting import epsilon
+    >>> q = 512 / 50_000
+    >>> steps = round(30 / q)
+    >>> round(epsilon(1.1, q, steps, delta=1e-5), 1)
+    3.0
+    >>> round(epsilon(1.1, q, steps, 1e-5, "prv"), 1)
+    2.7
     """
     events = [(noise_multiplier, sample_rate, steps), *besides]
     for sigma, q, t in events:

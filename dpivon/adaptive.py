@@ -170,6 +170,22 @@ def sgd(params: Iterable[Any], lr: float, beta1: float = 0.9, weight_decay: floa
     """Stochastic gradient descent with normalized momentum; on private gradients, DP-SGD (Abadi et al., 2016).
 
     torch's SGD does not normalize: its effective step is lr / (1 - momentum), ours is lr.
+
+    Examples
+    --------
+    With a steady gradient of 1, each step has the length lr, from the first one on:
+
+    >>> import torch
+    >>> from dpivon import adaptive
+    >>> w = torch.nn.Parameter(torch.zeros(1))
+    >>> optimizer = adaptive.sgd([w], lr=0.5)
+    >>> for _ in range(3):
+    ...     w.grad = torch.ones(1)
+    ...     optimizer.step()
+    ...     print(round(w.item(), 3))
+    -0.5
+    -1.0
+    -1.5
     """
     return Adaptive(params, lr, momentum, one, beta1, weight_decay=weight_decay)
 

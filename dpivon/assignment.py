@@ -42,6 +42,16 @@ def place(x: Tensor, places: int) -> Tensor:
     ------
     ValueError
         there is no place, or a pixel is NaN or infinite, which the formula does not cover.
+
+    Examples
+    --------
+    Who leaves moves nobody else:
+
+    >>> import torch
+    >>> from dpivon.assignment import place
+    >>> x = torch.rand(1000, 1, 8, 8)
+    >>> torch.equal(place(x, 4)[1:], place(x[1:], 4))
+    True
     """
     if places < 1:
         raise ValueError(f"places must be at least 1, got {places}")

@@ -191,6 +191,19 @@ def one_run_bound(
     ------
     ValueError
         r is odd, or not between 2 and m.
+
+    Examples
+    --------
+    Scores that know nothing of the coins prove nothing; scores that know all prove much, and never an infinite epsilon:
+
+    >>> import torch
+    >>> from dpivon.audit import one_run_bound
+    >>> coins = torch.arange(1000) % 2 == 0
+    >>> one_run_bound(torch.arange(1000.0), coins, delta=1e-5)
+    0.0
+    >>> best = one_run_bound(coins.float(), coins, delta=1e-5)
+    >>> round(best, 1)
+    5.4
     """
     m = len(scores)
     guesses = sorted({max(2, 2 * (m // k)) for k in (100, 20, 6, 2)}) if guesses is None else guesses

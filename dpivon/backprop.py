@@ -105,6 +105,22 @@ class BayesByBackprop(torch.optim.Optimizer):
     ------
     ValueError
         a hyperparameter is out of range.
+
+    Examples
+    --------
+    A loss with its minimum at 1 and curvature 1, on 100 examples: the posterior has mean 1 and width 0.1.
+
+    >>> import torch
+    >>> from dpivon.backprop import BayesByBackprop
+    >>> w = torch.nn.Parameter(torch.zeros(1000))
+    >>> optimizer = BayesByBackprop([w], lr=0.5, ess=100)
+    >>> for _ in range(500):
+    ...     with optimizer.sampled_params():
+    ...         w.grad = w.detach() - 1
+    ...     optimizer.step()
+    >>> sigma = optimizer.variance()[w].sqrt()
+    >>> round(w.mean().item(), 1), round(sigma.mean().item(), 1)
+    (1.0, 0.1)
     """
 
     def __init__(

@@ -69,6 +69,21 @@ def load(path: str | Path) -> dict[str, Any]:
     ------
     ValueError
         the file is not a checkpoint, or was cut off or changed.
+
+    Examples
+    --------
+    A file that was cut off is refused:
+
+    >>> from pathlib import Path
+    >>> from dpivon import checkpoint
+    >>> checkpoint.save("run.checkpoint", {"step": 12})
+    >>> checkpoint.load("run.checkpoint")
+    {'step': 12}
+    >>> whole = Path("run.checkpoint").read_bytes()
+    >>> _ = Path("run.checkpoint").write_bytes(whole[:-1])
+    >>> checkpoint.load("run.checkpoint")
+    Traceback (most recent call last):
+    ValueError: run.checkpoint is not a whole checkpoint; ...
     """
     content = Path(path).read_bytes()
     digest, payload = content[len(MAGIC) : len(MAGIC) + 32], content[len(MAGIC) + 32 :]

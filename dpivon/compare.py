@@ -77,6 +77,16 @@ class Compare:
         ------
         ValueError
             a name is unknown, a method is not private, or there is nothing to run.
+
+        Examples
+        --------
+        >>> from dpivon.compare import Compare
+        >>> both = ("dp-sgd", "dp-adam")
+        >>> runs = Compare(methods=both, epsilon=(1, 8)).configs()
+        >>> len(runs)  # 2 methods, 2 budgets, 5 seeds
+        20
+        >>> runs[1].method, runs[1].epsilon, runs[1].lr
+        ('dp-adam', 1, 0.01)
         """
         names = self.methods or tuple(name for name, method in METHODS.items() if method.private)
         for epsilon in self.epsilon:

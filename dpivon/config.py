@@ -123,6 +123,13 @@ def resolve(config: Config) -> Config:
     ------
     ValueError
         unknown names, or settings that exclude each other.
+
+    Examples
+    --------
+    >>> from dpivon.config import Config, resolve
+    >>> run = resolve(Config(method="dp-ivon-gradsq", seed=0))
+    >>> run.model, run.epsilon, run.batch_size, run.hess_init
+    ('mlp', 3.0, 256, 0.1)
     """
     method = get(config.method)
     private = method.private

@@ -116,6 +116,19 @@ def noise_corrected(g: Tensor, deviation: Tensor, state: State, group: Group) ->
     """The paper's equation (1): subtract the known variance of the privacy noise, then project to zero or more.
 
     .. math:: \\hat h = N_{\\rm ess} \\max\\left(g_{\\rm dp}^2 - \\frac{\\sigma_p^2 C^2}{b^2},\\, 0\\right)
+
+    Examples
+    --------
+    Squares below the noise's variance count as zero; pure noise still leaves a floor:
+
+    >>> import torch
+    >>> from dpivon import curvature
+    >>> g = torch.tensor([0.0, 1.0, 2.0, 3.0])
+    >>> group = {"noise_std": 1.0, "scale": 10.0}
+    >>> curvature.noise_corrected(g, g, {}, group).tolist()
+    [0.0, 0.0, 30.0, 80.0]
+    >>> round(curvature.noise_floor(group), 2)
+    4.84
     """
     return scaled(g.square().sub_(noise_variance(group)).clamp_(min=0), group)
 

@@ -175,6 +175,15 @@ def load(name: str, root: str | os.PathLike[str] | None = None) -> Images:
         If the name is unknown.
     DataError
         If the files cannot be found, downloaded or read.
+
+    Examples
+    --------
+    >>> from dpivon import data
+    >>> images = data.load("digits")
+    >>> images.n, images.shape, images.classes
+    (1438, (1, 8, 8), 10)
+    >>> [x.item() for x in images.x_train.aminmax()]
+    [-1.0, 1.0]
     """
     if name == "digits":
         return digits()

@@ -104,6 +104,25 @@ def make_private(
     ------
     ValueError
         a setting is out of range, or the model, data or optimizer do not fit; the message names the remedy.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch import nn, optim, utils
+    >>> from dpivon.door import make_private
+    >>> x, y = torch.rand(50_000, 4), torch.arange(50_000) % 2
+    >>> data = utils.data.TensorDataset(x, y)
+    >>> net = nn.Linear(4, 2)
+    >>> parts = make_private(
+    ...     net, optim.SGD(net.parameters(), lr=0.5), data,
+    ...     loss=nn.CrossEntropyLoss(), noise_multiplier=1.0,
+    ...     max_grad_norm=1.0, batch_size=4096)
+    >>> parts.optimizer.expected_batch_size
+    4096
+    >>> for x, y in parts.loader:
+    ...     parts.optimizer.zero_grad()
+    ...     parts.loss(parts.model(x), y).backward()
+    ...     parts.optimizer.step()
     """
     if mode not in ("hooks", "ghost"):
         raise ValueError(f"mode must be 'hooks' or 'ghost', got {mode!r}; the book's own loop is private_gradient")

@@ -24,6 +24,19 @@ def add(model: nn.Module, rate: float) -> nn.Module:
     ------
     ValueError
         the rate is out of range.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from dpivon import dropout, models
+    >>> net = models.build("mlp", (1, 8, 8), 10, seed=0).eval()
+    >>> net = dropout.add(net, rate=0.5)
+    >>> x = torch.ones(1, 1, 8, 8)
+    >>> torch.equal(net(x), net(x))
+    True
+    >>> with dropout.Masks(net).sampled_params():
+    ...     torch.equal(net(x), net(x))
+    False
     """
     if not 0 <= rate < 1:
         raise ValueError(f"dropout must be in [0, 1), got {rate}")

@@ -43,6 +43,19 @@ class Ensemble(nn.Module):
     ------
     ValueError
         there is no member.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from dpivon import models
+    >>> from dpivon.ensemble import Ensemble
+    >>> net = models.build("mlp", (1, 8, 8), 10, seed=0)
+    >>> four = Ensemble(net, members=4)
+    >>> x = torch.zeros(5, 1, 8, 8)
+    >>> [tuple(logits.shape) for logits in four.train()(x)]
+    [(5, 10), (5, 10), (5, 10), (5, 10)]
+    >>> tuple(four.eval()(x).shape)
+    (5, 10)
     """
 
     def __init__(self, network: nn.Module, members: int = 4, shards: bool = False) -> None:

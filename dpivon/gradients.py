@@ -295,6 +295,20 @@ def clipped_sum(
     ------
     ValueError
         C is not positive, the model has no trainable parameter or one that is not real, or x and y disagree in length.
+
+    Examples
+    --------
+    Three examples pull with forces of about 20, 200 and 2,000. Clipped to 1, they have the same say:
+
+    >>> import torch
+    >>> from torch.nn.functional import mse_loss
+    >>> from dpivon.gradients import clipped_sum
+    >>> net = torch.nn.Linear(1, 1, bias=False)
+    >>> x = torch.ones(3, 1)
+    >>> y = torch.tensor([[10.0], [100.0], [1000.0]])
+    >>> found = clipped_sum(net, mse_loss, x, y, 1.0)
+    >>> round(found.sums[0].item(), 3), found.clipped
+    (-3.0, 1.0)
     """
     if not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm must be > 0, got {max_grad_norm}; 1.0 is a common start")

@@ -23,6 +23,21 @@ def read(path: str | Path) -> list[Config]:
     ------
     ValueError
         the file is no grid; all that is wrong is named, with table, setting, value and remedy.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> from dpivon import grid
+    >>> _ = Path("small.toml").write_text('''
+    ... [base]
+    ... data = "digits"
+    ... [[grid]]
+    ... method = ["dp-sgd", "dp-adam"]
+    ... epsilon = [1, 3, 8]
+    ... ''')
+    >>> runs = grid.read("small.toml")
+    >>> len(runs), runs[-1].method, runs[-1].epsilon
+    (6, 'dp-adam', 8.0)
     """
     if not Path(path).is_file():
         raise ValueError(f"there is no grid file {path}; write one, after those in book/results/grids")

@@ -57,6 +57,22 @@ class IVON(torch.optim.Optimizer):
     ------
     ValueError
         a hyperparameter is out of range.
+
+    Examples
+    --------
+    A loss with its minimum at 1 and curvature 1, on 100 examples: the posterior has mean 1 and width 0.1.
+
+    >>> import torch
+    >>> from dpivon.ivon import IVON
+    >>> w = torch.nn.Parameter(torch.zeros(1000))
+    >>> ivon = IVON([w], lr=0.1, ess=100, curvature="price")
+    >>> for _ in range(500):
+    ...     with ivon.sampled_params():
+    ...         w.grad = w.detach() - 1
+    ...     ivon.step()
+    >>> sigma = ivon.variance()[w].sqrt()
+    >>> round(w.mean().item(), 1), round(sigma.mean().item(), 1)
+    (1.0, 0.1)
     """
 
     def __init__(

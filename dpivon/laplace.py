@@ -52,6 +52,20 @@ class Probe(nn.Module):
     ------
     ValueError
         see `last_layer`.
+
+    Examples
+    --------
+    Two classes, of which the network knows nothing, so p (1 - p) = 1/4; inputs 3 and 1, and the bias' 1:
+
+    >>> import torch
+    >>> from dpivon.laplace import Probe
+    >>> net = torch.nn.Linear(2, 2)
+    >>> for p in net.parameters():
+    ...     _ = torch.nn.init.zeros_(p)
+    >>> probe = Probe(net)
+    >>> probe(torch.tensor([[3.0, 1.0]])).sum().backward()
+    >>> probe.v.grad.tolist()
+    [[2.25, 0.25, 0.25], [2.25, 0.25, 0.25]]
     """
 
     def __init__(self, network: nn.Module) -> None:

@@ -46,6 +46,16 @@ def key(config: Mapping[str, Any], recipe: int) -> str:
     """The name of a run: a hash of its configuration and of the recipe version, 16 hexadecimal digits.
 
     A setting of None does not count, so that a run keeps its name when a later release adds an optional setting.
+
+    Examples
+    --------
+    >>> from dpivon import ledger
+    >>> old = ledger.key({"method": "sgd", "seed": 0}, recipe=2)
+    >>> new = {"method": "sgd", "seed": 0, "members": None}
+    >>> ledger.key(new, recipe=2) == old
+    True
+    >>> ledger.key(new, recipe=3) == old
+    False
     """
     given = {name: value for name, value in config.items() if value is not None}
     text = json.dumps({"config": given, "recipe": recipe}, sort_keys=True)

@@ -266,6 +266,25 @@ def private_gradient(
         processes hold different weights, or the optimizer cannot use an average over draws.
     FloatingPointError
         the private gradient is not finite. No optimizer has stepped; the step is accounted.
+
+    Examples
+    --------
+    An empty batch gives no signal, and all of the noise:
+
+    >>> import torch
+    >>> from torch.nn.functional import mse_loss
+    >>> from dpivon import mechanism
+    >>> net = torch.nn.Linear(1000, 1)
+    >>> sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    >>> dp = mechanism.mechanism(
+    ...     sgd, noise_multiplier=2.0, max_grad_norm=0.5,
+    ...     batch_size=10, n=1000)
+    >>> x, y = torch.zeros(0, 1000), torch.zeros(0, 1)
+    >>> _ = mechanism.private_gradient(net, mse_loss, x, y, dp)
+    >>> round(net.weight.grad.std().item(), 1)
+    0.1
+    >>> mechanism.noise_std(dp)
+    0.1
     """
     check_examples_independent(model)
     parameters = trainable(model)

@@ -206,6 +206,15 @@ def get(name: str) -> Method:
     ------
     ValueError
         the name is unknown.
+
+    Examples
+    --------
+    >>> from dpivon.methods import get
+    >>> row = get("dp-adam")
+    >>> row.private, row.lr["cifar10"]
+    (True, 0.002)
+    >>> row.settings
+    ('beta1', 'beta2', 'weight_decay', 'damping')
     """
     if name not in METHODS:
         raise ValueError(f"unknown method {name!r}; choose one of {', '.join(METHODS)}")

@@ -110,6 +110,13 @@ def build(name: str, shape: Shape, classes: int, seed: int | None = None) -> nn.
     ------
     ValueError
         the name is unknown, a size is not positive, or the images do not fit the network.
+
+    Examples
+    --------
+    >>> from dpivon import models
+    >>> net = models.build("lenet", (3, 32, 32), 10, seed=0)
+    >>> sum(p.numel() for p in net.parameters())
+    62006
     """
     if name not in MODELS:
         raise ValueError(f"unknown model {name!r}; choose one of {', '.join(MODELS)}")

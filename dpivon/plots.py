@@ -77,7 +77,17 @@ LOOKS = {
 
 
 def looks(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Color, marker and line style of each method, the same for a name whatever else is drawn where `LOOKS` has it."""
+    """Color, marker and line style of each method, the same for a name whatever else is drawn where `LOOKS` has it.
+
+    Examples
+    --------
+    >>> from dpivon import plots
+    >>> alone = plots.looks(["dp-adam"])["dp-adam"]
+    >>> alone["color"], alone["marker"], alone["linestyle"]
+    ('#d55e00', 's', '-')
+    >>> plots.looks(["sgd", "dp-adam"])["dp-adam"] == alone
+    True
+    """
     free = [
         ("sky", "v"), ("amber", "P"), ("ink", "X"), ("grey", "*"), ("blue", "<"), ("orange", ">"), ("green", "p"),
         ("pink", "h"),

@@ -146,6 +146,18 @@ def load(path: str | Path, model: nn.Module | None = None) -> Posterior:
     ------
     ValueError
         the file is not a posterior, is cut off, or does not fit the network.
+
+    Examples
+    --------
+    >>> from dpivon import data, models, posterior
+    >>> net = models.build("mlp", (1, 8, 8), 10, seed=0)
+    >>> posterior.save(
+    ...     "net.safetensors", net,
+    ...     architecture="mlp", shape=(1, 8, 8), classes=10)
+    >>> again = posterior.load("net.safetensors")
+    >>> x = data.digits().x_test
+    >>> tuple(again.log_probs(x, samples=0).shape)
+    (359, 10)
     """
     try:
         with safetensors.safe_open(path, framework="pt") as file:

@@ -34,6 +34,23 @@ def log_probs(model: nn.Module, x: Tensor, optimizer: Any = None, samples: int =
     ------
     ValueError
         samples < 0, or samples > 0 without an optimizer that can draw.
+
+    Examples
+    --------
+    The mean is sure of the first class. Over draws from a wide posterior, the same network is not:
+
+    >>> import torch
+    >>> from dpivon import predict
+    >>> from dpivon.ivon import IVON
+    >>> net = torch.nn.Linear(1, 2, bias=False)
+    >>> x = torch.ones(1, 1)
+    >>> _ = net.weight.data.copy_(torch.tensor([[3.0], [-3.0]]))
+    >>> wide = IVON(net.parameters(), 0.1, ess=1, hess_init=0.1)
+    >>> round(predict.log_probs(net, x).exp()[0, 0].item(), 1)
+    1.0
+    >>> p = predict.log_probs(net, x, wide, samples=2000).exp()
+    >>> round(p[0, 0].item(), 1)
+    0.9
     """
     if samples < 0 or (samples > 0 and not hasattr(optimizer, "sampled_params")):
         raise ValueError(f"samples must be >= 0, and needs an optimizer with sampled_params(); got {samples}")

@@ -94,6 +94,14 @@ def select(records: Iterable[Mapping[str, Any]], where: Iterable[str]) -> list[M
     ------
     ValueError
         a condition is none, or no record knows its name.
+
+    Examples
+    --------
+    >>> from dpivon import records
+    >>> runs = [{"config": {"lr": lr}, "privacy": None}
+    ...         for lr in (1, 2, 4)]
+    >>> records.select(runs, ["config.lr=2.0"])
+    [{'config': {'lr': 2}, 'privacy': None}]
     """
     found = list(records)
     for condition in where:

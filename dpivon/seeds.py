@@ -77,6 +77,23 @@ def paired(
     ------
     ValueError
         a seed occurs twice, or fewer than two are in both.
+
+    Examples
+    --------
+    Seeds differ by 1, and the methods by a tenth of that, at each seed:
+
+    >>> from dpivon import seeds
+    >>> def runs(*nll):
+    ...     return [
+    ...         {"config": {"seed": k},
+    ...          "results": {"mean": {"nll": v}}}
+    ...         for k, v in enumerate(nll)]
+    >>> one, other = runs(1.0, 2.0, 3.0), runs(1.1, 2.1, 3.11)
+    >>> found = seeds.paired(one, other, "nll")
+    >>> round(found.mean, 2)
+    -0.1
+    >>> round(found.low, 2), round(found.high, 2)
+    (-0.12, -0.09)
     """
     from scipy.stats import ttest_1samp
 
@@ -101,3 +118,24 @@ def by_method(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[st
     for r in records:
         groups.setdefault(r["config"]["method"], []).append(r)
     return groups
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """The p-values of m tests, corrected so that one bound holds for a false alarm in any of them (Holm, 1979).
+
+    .. math:: \\tilde p_{(k)} = \\max_{j \\le k} \\min\\left( (m - j + 1)\\, p_{(j)},\\, 1 \\right)
+
+    in ascending order of p. A test whose corrected value is at most 0.05 counts.
+
+    Raises
+    ------
+    ValueError
+        a value is not between 0 and 1.
+    """
+    if not all(0 <= p <= 1 for p in p_values):
+        raise ValueError(f"p-values must be between 0 and 1, got {list(p_values)}")
+    corrected, largest, m = [0.0] * len(p_values), 0.0, len(p_values)
+    for place, k in enumerate(sorted(range(m), key=lambda k: p_values[k])):
+        largest = max(largest, min((m - place) * p_values[k], 1.0))
+        corrected[k] = largest
+    return corrected

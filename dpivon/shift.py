@@ -42,6 +42,18 @@ def corrupt(x: Tensor, kind: str, strength: int, seed: int = 0) -> Tensor:
     ------
     ValueError
         the kind or the strength is unknown.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from dpivon.shift import corrupt
+    >>> x = torch.linspace(-1, 1, 64).view(1, 1, 8, 8)
+    >>> for strength in (1, 3, 5):
+    ...     pale = corrupt(x, "contrast", strength)
+    ...     print(round(pale.max().item(), 2))
+    0.75
+    0.35
+    0.1
     """
     if kind not in STRENGTHS:
         raise ValueError(f"unknown corruption {kind!r}; choose one of {', '.join(STRENGTHS)}")

@@ -20,8 +20,8 @@ from dpivon import checkpoint
 def keep(optimizer: Any, steps: int, samples: int) -> Any:
     """Let the optimizer keep `samples` iterates, evenly apart over the second half of `steps`, the last one included.
 
-    They are held in memory, in ``state[p]["snapshots"]``, or, where the attribute `folder` is set, in a file each, so that
-    memory does not grow with their number.
+    They are held in memory, in ``state[p]["snapshots"]``, or, where the attribute `folder` is set, in a file each, so
+    that memory does not grow with their number.
 
     Parameters
     ----------
@@ -31,6 +31,19 @@ def keep(optimizer: Any, steps: int, samples: int) -> Any:
         T, the length of the run.
     samples
         how many; a short run has fewer, 0 keeps none.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from dpivon import adaptive, snapshots
+    >>> w = torch.nn.Parameter(torch.zeros(1))
+    >>> sgd = adaptive.sgd([w], lr=1.0, beta1=0.0)
+    >>> sgd = snapshots.keep(sgd, steps=8, samples=2)
+    >>> for _ in range(8):
+    ...     w.grad = -torch.ones(1)
+    ...     sgd.step()
+    >>> [kept.item() for kept in sgd.state[w]["snapshots"]]
+    [6.0, 8.0]
     """
     first, apart = steps // 2, max(1, (steps - steps // 2) // max(samples, 1))
     optimizer.kept_at = times = range(steps, first, -apart)[:samples]
@@ -173,7 +186,10 @@ class Kept:
             none was kept: the run is not half done.
         """
         parameters = [
-            p for group in self.optimizer.param_groups for p in group["params"] if "snapshots" in self.optimizer.state[p]
+            p
+            for group in self.optimizer.param_groups
+            for p in group["params"]
+            if "snapshots" in self.optimizer.state[p]
         ]
         if not parameters:
             raise RuntimeError("no iterate was kept: they are kept in the second half of its `steps`")

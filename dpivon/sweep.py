@@ -253,7 +253,18 @@ def duration(seconds: float) -> str:
 
 
 def plan(configs: Iterable[train.Config], path: Path, workers: int, retry_failed: bool = False) -> list[str]:
-    """What a sweep would do, as lines: each run with its state, and the sum."""
+    """What a sweep would do, as lines: each run with its state, and the sum.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> from dpivon import sweep, train
+    >>> runs = [train.Config(seed=seed) for seed in range(3)]
+    >>> runs = [train.resolve(config) for config in runs]
+    >>> lines = sweep.plan(runs, Path("runs.jsonl"), workers=2)
+    >>> print(lines[-1])
+    3 runs, 3 to run, for a time not known yet on 2 workers
+    """
     wanted = {key(config): config for config in configs}
     known, names = records(path), labels(wanted)
     missing = [config for name, config in wanted.items() if not is_done(path, name, retry_failed)]

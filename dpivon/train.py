@@ -93,6 +93,17 @@ def run(
         a setting is out of range, the data cannot be read, or the checkpoint belongs to another run.
     FloatingPointError
         the weights diverged.
+
+    Examples
+    --------
+    >>> from dpivon.train import Config, run
+    >>> record = run(Config(epsilon=3, epochs=10, seed=0))
+    >>> record["results"]["mean"]["accuracy"] > 0.6
+    True
+    >>> 2.98 < record["privacy"]["epsilon"] <= 3
+    True
+    >>> record["privacy"]["simulation"]  # since it has a seed
+    True
     """
     config = resolve(config)
     say = report or (lambda line: None)
@@ -235,7 +246,9 @@ def evaluate(now: Run) -> dict[str, Any]:
 def stored(now: Run) -> int:
     """How many numbers prediction needs: the weights, with their variances or once for each kept iterate."""
     size = sum(p.numel() for p in now.model.parameters() if p.requires_grad)
-    kept = [sum(t.numel() for t in state["snapshots"]) for state in now.optimizer.state.values() if "snapshots" in state]
+    kept = [
+        sum(t.numel() for t in state["snapshots"]) for state in now.optimizer.state.values() if "snapshots" in state
+    ]
     known = now.posterior()
     if isinstance(known, snapshots.Stored):
         return size * len(known.files)

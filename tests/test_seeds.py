@@ -71,3 +71,15 @@ def test_methods_are_grouped_in_their_order() -> None:
     records = [record("b", 0, 1.0), record("a", 0, 1.0), record("b", 1, 1.0)]
     assert {name: len(group) for name, group in seeds.by_method(records).items()} == {"b": 2, "a": 1}
     assert next(iter(seeds.by_method(records))) == "b"
+
+
+def test_holm_holds_the_level_for_all_tests_together() -> None:
+    assert seeds.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])  # by hand
+    assert seeds.holm([0.9, 0.8]) == [1.0, 1.0]
+    assert seeds.holm([]) == []
+    source = np.random.default_rng(0)
+    p = source.uniform(size=(4000, 5))  # nothing is true, so every count is a false alarm
+    alarms = np.mean([min(seeds.holm(row)) <= 0.05 for row in p])
+    assert alarms == pytest.approx(1 - 0.99**5, abs=0.012)
+    with pytest.raises(ValueError, match=r"between 0 and 1, got \[1.5\]"):
+        seeds.holm([1.5])
