@@ -45,6 +45,20 @@ def learning_rate(noise_std: float, steps: float, weight_decay: float = 0.0, wal
     ------
     ValueError
         an argument is out of range.
+
+    Examples
+    --------
+    Ten epochs of CIFAR-10 in batches of 512, with noise multiplier 1 and clipping norm 1:
+
+    >>> from dpivon import rules
+    >>> s, steps = 1.0 * 1.0 / 512, round(10 * 50_000 / 512)
+    >>> lr = rules.learning_rate(s, steps)
+    >>> round(lr, 2)
+    1.64
+    >>> round(rules.walk_std(lr, s, steps), 2)
+    0.1
+    >>> round(rules.hess_init(s, scale=50_000), 2)
+    0.09
     """
     from scipy.optimize import brentq
 

@@ -14,7 +14,15 @@ sys.path.append(str(ROOT / "_ext"))
 import from_ledger  # noqa: E402
 
 PAGES = sorted((ROOT / "book").glob("*.md"))
-ROLE = re.compile(r"\{(ledger|ledger-together)\}`([^`]+)`")
+ROLE = re.compile(r"\{(ledger[\w-]*)\}`([^`]+)`")
+SHOWN = {
+    "ledger": from_ledger.field,
+    "ledger-together": from_ledger.together,
+    "ledger-mean": from_ledger.average,
+    "ledger-cost": from_ledger.cost,
+    "ledger-range": from_ledger.extent,
+    "ledger-best": from_ledger.claim,
+}
 BLOCK = re.compile(r"^`{3}\{ledger-statement\} (\S+) (\S+)$", re.MULTILINE)
 FILE = "lenet"
 
@@ -78,11 +86,10 @@ def test_runs_together_cost_what_their_steps_cost(record):
 
 
 def test_every_role_of_the_book_shows_something():
-    shown = {"ledger": from_ledger.field, "ledger-together": from_ledger.together}
     found = [(name, text) for page in PAGES for name, text in ROLE.findall(page.read_text())]
     assert found
     for name, text in found:
-        assert shown[name](text)
+        assert SHOWN[name](text)
     for page in PAGES:
         for file, key in BLOCK.findall(page.read_text()):
             assert from_ledger.statement(file, key)

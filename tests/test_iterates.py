@@ -5,10 +5,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpivon import adaptive, backprop, checkpoint, data, iterates, methods, train
+from dpivon import adaptive, backprop, checkpoint, data, iterates, methods, predict, snapshots, train
 from dpivon.ivon import IVON
 
-NAMES = ["sgd-average", "dp-sgd-average", "dp-bbp-average"]
+NAMES = [
+    "sgd-average", "dp-sgd-average", "dp-bbp-average", "dp-sgd-snapshots", "dp-adam-snapshots",
+    "dp-ivon-price-snapshots",
+]  # fmt: skip
 
 
 def run(optimizer, p, steps, gradient):
@@ -102,6 +105,8 @@ def test_a_resumed_run_ends_at_the_same_average_bit_for_bit(name, tmp_path):
             assert torch.equal(a, b)
         for a, b in zip(resumed.optimizer.state.values(), whole.optimizer.state.values(), strict=True):
             assert all(torch.equal(a[k], b[k]) for k in b if isinstance(b[k], torch.Tensor))
+            kept = zip(a.get("snapshots", []), b.get("snapshots", []), strict=True)
+            assert all(torch.equal(before, after) for before, after in kept)
 
 
 @pytest.mark.parametrize("name", NAMES[1:])
@@ -149,3 +154,41 @@ def test_adam_ends_at_its_average():
     plain = run(adaptive.adam([twin], 0.1, beta2=0.9), twin, 16, lambda t: noise[t])
     assert torch.equal(got[-2], plain[-2])
     torch.testing.assert_close(got[-1], torch.stack(plain[8:]).mean(0))
+
+
+def test_snapshots_are_iterates_before_the_average_takes_the_last_one_s_place(tmp_path):
+    """In memory or in files; the mean is the average, as that of the method without snapshots."""
+    images, runs = data.digits(), {}
+    for name, folder in (("dp-sgd-snapshots", None), ("dp-sgd-snapshots", tmp_path), ("dp-sgd-average", None)):
+        config = train.Config(method=name, epsilon=1.0, epochs=4, seed=0, lr=1.0, samples=5 if "snap" in name else 0)
+        now = train.Run(train.resolve(config), images)
+        if folder is not None:
+            now.optimizer.folder = str(folder)
+        walked = []
+        now.optimizer.register_step_pre_hook(
+            lambda *_, now=now, w=walked: w.append(next(now.model.parameters()).clone())
+        )
+        train.train(now, None, lambda line: None)
+        runs[name, folder] = now, walked
+    memory, walked = runs["dp-sgd-snapshots", None]
+    kept = memory.optimizer.state[next(memory.model.parameters())]["snapshots"]
+    assert len(kept) == 5
+    for at, iterate in zip(list(memory.optimizer.kept_at)[::-1][:-1], kept, strict=False):
+        assert torch.equal(walked[at], iterate)  # the weights before the next step
+    average = runs["dp-sgd-average", None][0]
+    for a, b in zip(memory.model.parameters(), average.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert not torch.equal(kept[-1], next(memory.model.parameters()))
+    files = runs["dp-sgd-snapshots", tmp_path][0]
+    assert isinstance(files.posterior(), snapshots.Stored)
+    log_probs = [predict.log_probs(r.model, images.x_test, r.posterior(), 5) for r in (memory, files)]
+    torch.testing.assert_close(*log_probs)
+
+
+def test_a_method_without_snapshots_takes_no_folder(tmp_path):
+    for config in (
+        train.Config(method="dp-sgd-average", epochs=1, seed=0),
+        train.Config(method="dp-sgd-snapshots", epochs=1, seed=0, samples=0),
+    ):
+        with pytest.raises(ValueError, match="keeps no iterates, so it takes no folder for them; 'dp-sgld' and"):
+            train.run(config, images=data.digits(), samples_path=tmp_path)

@@ -319,6 +319,8 @@ def test_the_wall_only_the_mechanism_sees_per_example_gradients():
         "langevin",
         "laplace",
         "methods",
+        "rules",
+        "snapshots",
     ],
 )
 def test_the_wall_optimizers_cannot_see_data(module):

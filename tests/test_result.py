@@ -1,0 +1,81 @@
+"""The README's figure shows what the recorded runs say, and its sentence holds."""
+
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from dpivon import plots, records, seeds, sweep
+from tools import result
+
+
+@pytest.fixture(scope="module")
+def found():
+    return result.differences()
+
+
+def test_the_figure_is_of_the_recorded_runs(found):
+    assert result.drawn() == found, "the figure is stale; draw it again: python tools/result.py"
+    assert found["nll"].keys() == found["accuracy"].keys() >= {"dp-adam", "dp-ivon-gradsq", "dp-ivon-constant"}
+
+
+def test_a_point_is_the_paired_difference(found):
+    runs, missing = sweep.results(result.RESULTS / "grids" / "lenet_center.toml", result.RESULTS / "lenet.jsonl")
+    assert not missing
+    at = [r for r in runs if r["config"]["noise_multiplier"] == 4]
+    groups = seeds.by_method(at)
+    d = seeds.paired(groups["dp-ivon-gradsq"], groups["dp-sgd"], "accuracy")
+    row = [records.value(at[0], "epsilon"), d.mean, d.low, d.high]
+    assert pytest.approx(row, abs=1e-5) in found["accuracy"]["dp-ivon-gradsq"]
+    assert "dp-sgd" not in found["nll"]
+
+
+def test_the_same_runs_give_the_same_bytes_without_a_date(found):
+    first = result.draw(found)
+    assert first == result.draw(found)
+    assert b"<dc:date>" not in first
+
+
+def test_what_is_drawn_is_what_is_described(found, tmp_path):
+    """The markers' heights, from the paths themselves."""
+    changed = {
+        m: {n: [[e, v + 1, lo + 1, hi + 1] for e, v, lo, hi in rows] for n, rows in x.items()} for m, x in found.items()
+    }
+    path = tmp_path / "x.svg"
+    path.write_bytes(result.draw(changed))
+    assert result.drawn(path) == changed
+    assert path.read_bytes() != result.draw(found)
+
+
+def test_a_figure_without_numbers_is_refused(tmp_path):
+    path = tmp_path / "x.svg"
+    path.write_text("<svg></svg>")
+    with pytest.raises(ValueError, match="draw it again"):
+        result.drawn(path)
+
+
+def test_dark_readers_see_light_ink():
+    """Each dark color of the drawing has a rule; the ground is transparent."""
+    text = result.FIGURE.read_text(encoding="utf-8")
+    ElementTree.fromstring(text)
+    for color in (plots.COLORS["ink"], result.GRID[0]):
+        assert len(re.findall(f"(?:fill|stroke): {color}", text)) > 4, "the rules, and what they are for"
+        assert f'[style*="stroke: {color}"]' in text
+    assert "prefers-color-scheme: dark" in text
+    assert "fill: #ffffff" not in text
+    used = set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", text.split("</style>", 1)[1]))
+    assert used <= {*plots.COLORS.values(), result.GRID[0], "#000000"}
+
+
+def test_the_readmes_sentence_holds(found):
+    """Both methods with a posterior are ahead in NLL at the moderate budget, and little is left at the strong one."""
+    for name in ("dp-ivon-gradsq", "dp-ivon-constant"):
+        (_, mean, _, high), (_, strong, _, _) = found["nll"][name]
+        assert high < 0
+        assert abs(strong) < abs(mean) / 4
+    runs, _ = sweep.results(result.RESULTS / "grids" / "lenet_center.toml", result.RESULTS / "lenet.jsonl")
+    groups = seeds.by_method([r for r in runs if r["config"]["noise_multiplier"] == 1])
+    learned = seeds.paired(groups["dp-ivon-gradsq"], groups["dp-ivon-constant"], "nll")
+    assert learned.high > 0, "a curvature that is not learned does as well"
+    adam = seeds.paired(groups["dp-ivon-gradsq"], groups["dp-adam"], "nll")
+    assert adam.high < 0
