@@ -190,6 +190,7 @@ METHODS = {
     "dp-sgd-snapshots": kept(sgd(private=True), iterates.sgd, slower=2),
     "dp-adam-average": averaged(moments(adaptive.adam), iterates.adam),
     "dp-adam-snapshots": kept(moments(adaptive.adam), iterates.adam),
+    "dp-ivon-snapshots": kept(ivon("constant"), partial(iterates.ivon, curvature="constant"), slower=2),
     "dp-ivon-shrunk": ivon("average-then-shrink"),
     "dp-ivon-price-shrunk": ivon("price-shrink"),
     "dp-ivon-price-snapshots": kept(ivon("price-shrink"), partial(iterates.ivon, curvature="price-shrink"), slower=2),
