@@ -99,6 +99,21 @@ def test_the_grids_of_the_book_can_be_read():
         for noise in {c.noise_multiplier for c in tuning}:  # as many trials for each method
             assert len(set(Counter(c.method for c in tuning if c.noise_multiplier == noise).values())) == 1
         assert all(c.holdout == 5000 for c in tuning)  # and none on the test set
+    strong = found["strong_tuning"]
+    trials = Counter(c.method for c in strong)
+    assert set(trials.values()) == {6}
+    assert all(c.holdout == 5000 and c.epsilon == 1 and c.max_grad_norm == 5 for c in strong)
+    settled = found["strong"]
+    assert all(c.holdout == 0 and c.epsilon == 1 and c.max_grad_norm == 5 for c in settled)
+    assert {c.seed for c in settled}.isdisjoint(c.seed for c in strong)
+    for c in settled:  # what is run at last was tried before, but for the temperature
+        name = {
+            "dp-sgd-tempered": "dp-sgd",
+            "dp-sgd-average": "dp-sgd-snapshots",
+            "dp-adam-average": "dp-adam-snapshots",
+        }
+        tried = [t for t in strong if t.method == name.get(c.method, c.method)]
+        assert (c.lr, c.weight_decay, c.hess_init, c.ess) in {(t.lr, t.weight_decay, t.hess_init, t.ess) for t in tried}
     star = found["lenet_center"] + found["lenet_arms"]
     assert {round(c.epochs * 50_000 / c.batch_size) for c in star} == {488}  # T is fixed
     arms = [

@@ -143,6 +143,7 @@ def test_a_repeated_line_counts_once_and_a_failed_one_not(book):
     failed = {**line("a", 2, 5.0), "status": "failed"}
     book([first, line("a", 1, 0.2), {**line("a", 0, 0.4)}, failed])
     assert from_ledger.average("x a nll") == "0.300 ± 0.100"
+    assert from_ledger.average("x a overconfidence") == "−0.300 ± 0.100"
 
 
 def test_costs(book):
@@ -156,7 +157,7 @@ def test_costs(book):
 
 
 def test_ranges(book):
-    book(runs("a", [0.25, 0.5]), runs("b", [0.75, 0.5]))
+    book(runs("a", [0.25, 0.5]), runs("b", [0.75, 0.5]), [{**line("b", 2, 9.0), "status": "failed"}])
     assert from_ledger.extent("x results.*.nll") == "0.25 to 0.75"
     assert from_ledger.extent("x results.mean.overconfidence method=b") == "−0.75 to −0.5"
     assert from_ledger.extent("x cost.stored") == "1e+03"
@@ -213,6 +214,7 @@ def built(folder, text):
     """A page with this text, as HTML, and Sphinx' warnings."""
     (folder / "conf.py").write_text(
         f"import sys\nsys.path.insert(0, {str(ROOT / '_ext')!r})\nextensions = ['from_ledger']\n"
+        "suppress_warnings = ['app.add_role', 'app.add_directive']\n"  # of an earlier application in this process
     )
     (folder / "index.rst").write_text(f"Page\n====\n\n{text}\n")
     with (folder / "warnings").open("w") as warnings:

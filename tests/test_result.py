@@ -3,6 +3,8 @@
 import re
 from xml.etree import ElementTree
 
+import matplotlib.pyplot as plt
+import numpy as np
 import pytest
 
 from dpivon import plots, records, seeds, sweep
@@ -36,15 +38,28 @@ def test_the_same_runs_give_the_same_bytes_without_a_date(found):
     assert b"<dc:date>" not in first
 
 
-def test_what_is_drawn_is_what_is_described(found, tmp_path):
-    """The markers' heights, from the paths themselves."""
-    changed = {
-        m: {n: [[e, v + 1, lo + 1, hi + 1] for e, v, lo, hi in rows] for n, rows in x.items()} for m, x in found.items()
-    }
-    path = tmp_path / "x.svg"
-    path.write_bytes(result.draw(changed))
-    assert result.drawn(path) == changed
-    assert path.read_bytes() != result.draw(found)
+def test_the_marks_stand_where_the_numbers_are(found):
+    figure, ax = plt.subplots()
+    names = list(found["nll"])
+    result.panel(ax, found["nll"], names, [0.4, 3.0])
+    assert [drawn.get_label() for drawn in ax.containers] == [result.NAMES[name] for name in names]
+    for name, (marks, _, (bars,)) in zip(names, ax.containers, strict=True):
+        rows = np.array(found["nll"][name])
+        at, height = marks.get_xydata().T
+        assert height == pytest.approx(rows[:, 1])
+        assert np.array(bars.get_segments())[:, :, 1] == pytest.approx(rows[:, 2:])
+        assert np.abs(np.log(at / rows[:, 0])).max() < 0.2, "aside, but near its budget"
+    assert ax.get_xlim()[0] > ax.get_xlim()[1], "strong privacy is on the right"
+    plt.close(figure)
+
+
+def test_an_experiment_is_one_line(found, monkeypatch):
+    """A method and a budget that only one experiment has are drawn, too."""
+    monkeypatch.setattr(result, "EXPERIMENTS", [*result.EXPERIMENTS, ("lenet_between", "lenet")])
+    with pytest.raises(ValueError, match="need two seeds"):  # that grid has one seed
+        result.differences()
+    more = {metric: {**rows, "dp-new": [[1.0, -0.1, -0.2, 0.1]]} for metric, rows in found.items()}
+    assert b"dp-new" in result.draw(more)
 
 
 def test_a_figure_without_numbers_is_refused(tmp_path):
@@ -54,9 +69,9 @@ def test_a_figure_without_numbers_is_refused(tmp_path):
         result.drawn(path)
 
 
-def test_dark_readers_see_light_ink():
+def test_dark_readers_see_light_ink(found):
     """Each dark color of the drawing has a rule; the ground is transparent."""
-    text = result.FIGURE.read_text(encoding="utf-8")
+    text = result.draw(found).decode()
     ElementTree.fromstring(text)
     for color in (plots.COLORS["ink"], result.GRID[0]):
         assert len(re.findall(f"(?:fill|stroke): {color}", text)) > 4, "the rules, and what they are for"

@@ -1,10 +1,11 @@
-"""Carry the repository's address from `_config.yml` to every place that shows it.
+"""Carry the repository's address and the release's tag from `_config.yml` to every place that shows them.
 
-    python tools/address.py              after editing `repository.url` in _config.yml
+    python tools/address.py              after editing `repository.url` or `repository.branch` in _config.yml
     python tools/address.py URL          write URL there first
-    python tools/address.py --check      only list the places that show another address
+    python tools/address.py --check      only list the places that show another one
 
-Chapters are changed without being executed again: only the address in their first code cell moves.
+`repository.branch` is the tag whose notebooks Colab and Binder open. Chapters are changed without being executed
+again: only the address in their first code cell moves.
 """
 
 import argparse
@@ -32,6 +33,11 @@ def current(root: Path = ROOT) -> tuple[str, str]:
     return owner, name
 
 
+def tag(root: Path = ROOT) -> str:
+    """The release that Colab and Binder open."""
+    return str(yaml.safe_load((root / "_config.yml").read_text())["repository"]["branch"])
+
+
 def files(root: Path = ROOT) -> list[Path]:
     """The text files of the repository: what git tracks or would."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
@@ -39,10 +45,15 @@ def files(root: Path = ROOT) -> list[Path]:
     return [root / name for name in listed if (root / name).is_file() and b"\0" not in (root / name).read_bytes()]
 
 
-def corrected(text: str, owner: str, name: str, names: set[str]) -> str:
-    """The text with this address in place of any other owner's repository that is called one of `names`."""
+def corrected(text: str, owner: str, name: str, names: set[str], release: str) -> str:
+    """The text with this address in place of any other owner's repository that is called one of `names`.
+
+    Links that open a notebook open that of the tag `release`.
+    """
     called = "|".join(map(re.escape, sorted(names)))
     text = re.sub(rf"({HOSTS})[\w.-]+/(?:{called})(?![\w-])", rf"\g<1>{owner}/{name}", text)
+    opens = rf"(colab\.research\.google\.com/github/{owner}/{name}/blob/|mybinder\.org/v2/gh/{owner}/{name}/)"
+    text = re.sub(rf"{opens}[\w.-]+(?=[/?])", rf"\g<1>{release}", text)
     return re.sub(rf"https://[\w-]+\.github\.io/(?:{called})(?![\w-])", f"https://{owner}.github.io/{name}", text)
 
 
@@ -51,7 +62,7 @@ def stragglers(root: Path, names: set[str]) -> Iterator[tuple[Path, str]]:
     owner, name = current(root)
     for path in files(root):
         text = path.read_text()
-        new = corrected(text, owner, name, names | {name})
+        new = corrected(text, owner, name, names | {name}, tag(root))
         if new != text:
             yield path, new
 

@@ -146,7 +146,7 @@ def tidy(notebook: NotebookNode) -> None:
     nbformat.validate(notebook)
 
 
-def execute(notebook: NotebookNode, name: str) -> tuple[float, float]:
+def execute(notebook: NotebookNode, name: str, kernel: str = "python3") -> tuple[float, float]:
     """Execute in a fresh kernel and an empty folder; return the seconds and the peak memory in GB."""
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -156,7 +156,7 @@ def execute(notebook: NotebookNode, name: str) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as folder:
         client = NotebookClient(
             notebook,
-            kernel_name="python3",
+            kernel_name=kernel,
             timeout=600,
             record_timing=False,
             coalesce_streams=True,
