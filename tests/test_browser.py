@@ -1,11 +1,13 @@
 """The built site in a real browser: every page, light and dark, wide and narrow."""
 
 import functools
+import gzip
 import http.server
 import shutil
 import threading
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
@@ -69,6 +71,38 @@ OVERFLOW = """() => {
 }"""
 
 
+# What is only there to click must not be printed, a folded answer opens, and nothing is cut off at the page's width.
+PAPER = """width => {
+    window.dispatchEvent(new Event("beforeprint"));
+    const found = [];
+    const clicked = ".bd-sidebar-primary, .bd-sidebar-secondary, .bd-header-article, .prev-next-footer, .copybtn, "
+        + ".toggle-button, .headerlink, details:not([open]) > summary";
+    for (const node of document.querySelectorAll(clicked))
+        if (node.getClientRects().length) found.push("printed: " + node.outerHTML.slice(0, 80));
+    for (const node of document.querySelectorAll(".admonition.toggle-hidden"))
+        found.push("folded on paper: " + node.textContent.trim().slice(0, 80));
+    const cut = node => node.getBoundingClientRect().right > width + 1
+        || (node.tagName == "PRE" && node.scrollWidth > node.clientWidth + 1);
+    for (const node of document.querySelectorAll("article :is(pre, table, img, mjx-container)"))
+        if (cut(node))
+            found.push("cut off on paper: " + node.tagName + " " + node.textContent.trim().slice(0, 80));
+    window.dispatchEvent(new Event("afterprint"));
+    return found;
+}"""
+# A4 less its margins, at 96 dots an inch.
+SHEET = {"width": 665, "height": 1000}
+
+# All that a page and its frames have loaded.
+LOADED = "() => [location.href, ...performance.getEntriesByType('resource').map(entry => entry.name)]"
+HEAVIEST = 1_500_000
+
+
+@functools.cache
+def transferred(path: str) -> int:
+    """The bytes of a file of the site as a server sends it."""
+    return len(gzip.compress((SITE / path).read_bytes(), 6))
+
+
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     """Serve the site on a free local port."""
@@ -115,11 +149,34 @@ class Visit:
         if not request.url.startswith((self.address, "data:", "blob:")):
             self.errors.append(f"outside request: {request.url}")
 
+    def too_heavy(self, most: int = HEAVIEST) -> list[str]:
+        """That the page is larger than it may be, as transferred to a new reader, with what it loads."""
+        urls = {url for frame in self.page.frames for url in frame.evaluate(LOADED) if url.startswith(self.address)}
+        sizes = {path: transferred(path) for path in {unquote(urlsplit(url).path).lstrip("/") for url in urls}}
+        if (total := sum(sizes.values())) <= most:
+            return []
+        largest = ", ".join(
+            f"{path} {size // 1000} kB" for size, path in sorted(zip(sizes.values(), sizes, strict=True))[:-6:-1]
+        )
+        return [f"{total / 1e6:.2f} MB as transferred, at most {most / 1e6} are allowed: {largest}"]
+
+    def misprinted(self) -> list[str]:
+        """What would be wrong on paper."""
+        before = self.page.viewport_size
+        self.page.emulate_media(media="print")
+        self.page.set_viewport_size(SHEET)  # type: ignore[arg-type]
+        found = self.page.evaluate(PAPER, SHEET["width"])
+        self.page.emulate_media(media="screen")
+        self.page.set_viewport_size(before)  # type: ignore[arg-type]
+        return found
+
     def problems(self, name: str, width: str) -> list[str]:
         """All that is wrong with the page `name` at this width."""
         self.page.set_viewport_size(dict(zip(("width", "height"), WIDTHS[width], strict=True)))  # type: ignore[arg-type]
         self.page.goto(f"{self.address}/{name}")
-        found = self.page.evaluate(LOOK) + self.page.evaluate(OVERFLOW)
+        found = self.page.evaluate(LOOK) + self.page.evaluate(OVERFLOW) + self.too_heavy()
+        if width == "wide":
+            found += self.misprinted()
         options = {"preload": False, "resultTypes": ["violations"], **RULES[self.scheme, width]}
         # Highlighted code is thousands of elements in the same few colours: the source listing stands for all of it.
         exclude = ["mjx-container"] if name.startswith("_modules") else ["mjx-container", ".highlight"]
@@ -161,6 +218,46 @@ def test_index_leads_to_the_book(visit: Visit) -> None:
 def test_search_finds_a_word(visit: Visit) -> None:
     visit.page.goto(f"{visit.address}/search.html?q=sensitivity")
     visit.page.wait_for_selector("#search-results li a")
+
+
+def test_search_opens_from_the_keyboard(visit: Visit) -> None:
+    visit.page.set_viewport_size({"width": 1280, "height": 900})
+    visit.page.goto(f"{visit.address}/book/glossary.html")
+    visit.page.keyboard.press("Control+k")
+    visit.page.keyboard.type("curvature")
+    visit.page.keyboard.press("Enter")
+    visit.page.wait_for_selector("#search-results li a")
+    assert "search.html?q=curvature" in visit.page.url
+
+
+def test_code_is_copied(visit: Visit) -> None:
+    """Each cell has a button that puts its code, and nothing else, on the clipboard."""
+    visit.page.goto(f"{visit.address}/book/setup.html")
+    blocks = visit.page.locator("article div.highlight")
+    assert blocks.count() == blocks.locator(".copybtn").count() > 0
+    visit.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    blocks.first.hover()
+    blocks.first.locator(".copybtn").click()
+    visit.page.wait_for_selector(".copybtn.success")
+    copied = visit.page.evaluate("navigator.clipboard.readText()")
+    assert copied.strip() == blocks.first.locator("pre").inner_text().strip()
+
+
+def test_mathematics_can_be_read_on_a_phone(visit: Visit) -> None:
+    """It is as large as the text, and an equation that is wider than the screen scrolls by itself."""
+    visit.page.set_viewport_size({"width": 390, "height": 844})
+    visit.page.goto(f"{visit.address}/book/03_counting_the_cost.html")
+    small, wide, hidden = visit.page.evaluate(
+        """async () => { await MathJax.startup.promise;
+        const size = node => parseFloat(getComputedStyle(node).fontSize);
+        const math = [...document.querySelectorAll("article mjx-container")];
+        const displayed = [...document.querySelectorAll("article div.math")];
+        const wide = displayed.filter(node => node.scrollWidth > node.clientWidth + 1);
+        return [math.filter(node => size(node) < 0.95 * size(node.closest("p, li, div, td, dd"))).length, wide.length,
+                wide.filter(node => getComputedStyle(node).overflowX != "auto").length]; }"""
+    )
+    assert wide > 0, "choose a chapter with a wide equation"
+    assert (small, hidden) == (0, 0)
 
 
 def test_figures_follow_the_theme(visit: Visit) -> None:
@@ -205,6 +302,19 @@ def test_the_check_finds_what_is_wrong(visit: Visit) -> None:
     ):
         assert any(kind in line for line in found), kind
     assert page.evaluate(OVERFLOW)
+    assert "MB as transferred" in visit.too_heavy(most=1000)[0]
+    page.evaluate(
+        """() => { document.querySelector("article").insertAdjacentHTML("beforeend",
+        '<details><summary>x</summary></details><div class="admonition toggle-hidden">x</div>'); }"""
+    )
+    printed = visit.misprinted()
+    for kind in ("printed: <summary>", "folded on paper: x"):
+        assert any(kind in line for line in printed), kind
+    page.evaluate(
+        """() => { document.querySelector("article").insertAdjacentHTML("beforeend",
+        '<table style="min-width: 700px"><tr><td>x</td></tr></table>'); }"""
+    )
+    assert any("cut off on paper: TABLE" in line for line in visit.misprinted())
     page.evaluate("() => { console.error('planted'); fetch('https://example.invalid/x').catch(() => 0); }")
     page.wait_for_timeout(300)
     assert any("planted" in error for error in visit.errors)

@@ -163,6 +163,7 @@ BREAKAGES: dict[str, Callable[[NotebookNode], Any]] = {
     "the first cell is not": lambda notebook: notebook.cells.pop(0),
     "not stored executed in order": lambda notebook: first(notebook, "plt").update(execution_count=9),
     "not the Colab cell": edited("--quiet", "--upgrade"),
+    "no *You need*": edited("*You need*: nothing", "Read on"),
     "no run card": lambda notebook: notebook.cells.pop(1),
     "an absolute path": edited("return 2", "open('/home/me/x'); return 2"),
     "ends in `;`": edited("return 2 * x", "return 2 * x;"),

@@ -238,6 +238,8 @@ def problems(path: Path) -> list[str]:
         found.append("not stored executed in order: run `execute`")
     if not code or code[0].source != colab_cell() or "colab" not in code[0].metadata.get("tags", []):
         found.append("the first code cell is not the Colab cell: run `execute`")
+    if "*You need*" not in text:
+        found.append("no *You need*: what must a reader know?")
     card = tagged(notebook, "run-card")
     if card is None or not card.source.startswith("| Run card"):
         found.append("no run card: run `card`")
