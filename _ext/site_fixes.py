@@ -43,6 +43,17 @@ def drop_thebe(app: Sphinx, page: str, template: str, context: dict[str, Any], d
         ]
 
 
+def drop_icon_script(app: Sphinx, failure: Exception | None) -> None:
+    """Drop Font Awesome's script, half a megabyte on every page: the fonts of the style sheet draw the same icons."""
+    if failure is not None or app.builder.format != "html":
+        return
+    for page in Path(app.outdir).rglob("*.html"):
+        text = page.read_text()
+        mended = re.sub(r'\s*<script defer src="[^"]*/fontawesome\.js[^"]*"></script>', "", text)
+        if mended != text:
+            page.write_text(mended)
+
+
 def mend_body(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: nodes.document | None) -> None:
     """Mend what the tools write into a page."""
     body = context.get("body", "")
@@ -103,6 +114,7 @@ def split_parameters(app: Sphinx, what: str, name: str, obj: object, options: ob
 
 def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("builder-inited", copy_mathjax)
+    app.connect("build-finished", drop_icon_script)
     app.connect("html-page-context", drop_thebe, priority=900)
     app.connect("html-page-context", mend_body, priority=900)
     app.connect("doctree-read", mark_run_cards)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from dpivon import accounting, adaptive, curvature, rules
+from dpivon import accounting, adaptive, curvature, ledger, rules, seeds
 
 S, T = 0.03, 200
 sizes = st.floats(1e-4, 1.0)
@@ -101,3 +101,24 @@ def test_resolution_at_a_budget_falls_as_the_book_says():
 def test_what_is_out_of_range_is_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("sigma", [1.0, 4.0])
+def test_the_rule_meets_trials_that_it_was_not_read_from(sigma):
+    """DP-SGD on LeNet with C = 1, a cosine schedule and no prior, as the page on hyperparameters says."""
+    trials = [
+        r
+        for r in ledger.read(ledger.published("lenet_tuning.jsonl"))
+        if (r["config"]["method"], r["config"]["noise_multiplier"]) == ("dp-sgd", sigma)
+    ]
+    steps = trials[0]["results"]["steps"]
+    assert {(r["config"]["max_grad_norm"], r["config"]["weight_decay"]) for r in trials} == {(1.0, 0.0)}
+    lr = rules.learning_rate(sigma / trials[0]["config"]["batch_size"], steps) * math.sqrt(8 / 3)
+    assert lr > rules.least_learning_rate(steps, 1.0)
+    near = min(trials, key=lambda r: abs(math.log(r["config"]["lr"] / lr)))
+    assert near["config"]["lr"] == pytest.approx(lr, rel=0.05)
+    nll = {r["config"]["lr"]: seeds.values([r], "nll")[0] for r in trials}
+    accuracy = {r["config"]["lr"]: seeds.values([r], "accuracy")[0] for r in trials}
+    assert nll[near["config"]["lr"]] < min(nll.values()) + 0.03
+    assert max(accuracy, key=lambda lr: accuracy[lr]) == near["config"]["lr"]
+    assert max(nll.values()) > min(nll.values()) + 0.3  # the trials could have told a bad rule

@@ -37,7 +37,7 @@ COLAB_CELL = """\
 import importlib.util
 
 if importlib.util.find_spec("dpivon") is None:
-    %pip install --quiet "dpivon @ git+{url}@v{version}\""""
+    %pip install --quiet "dpivon[plots] @ git+{url}@v{version}\""""
 
 RUN_CARD = """\
 | Run card | measured on one CPU core |
