@@ -90,7 +90,7 @@ def test_shrinkage_is_the_best_linear_guess():
     a = truth + noise * torch.randn(n, generator=random, dtype=torch.float64)
     found = curvature.shrunk(a, torch.full_like(a, noise**2), [n])
     k = tau**2 / (tau**2 + noise**2)
-    torch.testing.assert_close(found, a.mean() + k * (a - a.mean()), atol=0.02, rtol=0)
+    torch.testing.assert_close(found, a.mean() + k * (a - a.mean()), atol=0.04, rtol=0)
     error = {kept: float((a.mean() + kept * (a - a.mean()) - truth).square().mean()) for kept in (k - 0.1, k, k + 0.1)}
     assert min(error, key=lambda kept: error[kept]) == k
     torch.testing.assert_close(curvature.shrunk(a, torch.full_like(a, 9.0), [n]), a.mean().expand(n))
