@@ -128,14 +128,16 @@ def finish(p: Tensor, state: dict[str, Any], group: dict[str, Any], blocks: int)
         state["h"].copy_(precision / (1 + v * precision) / ess - damping)  # whose 1 / (N_ess (h + delta_v)) is the sum
 
 
-def sgd(params: Iterable[Any], lr: float, steps: int, samples: int = 0, **options: float) -> Any:
+def sgd(
+    params: Iterable[Any], lr: float, steps: int, samples: int = 0, beta1: float = 0.9, weight_decay: float = 0.0
+) -> Any:
     """`adaptive.sgd` that ends at the average (Polyak and Juditsky, 1992), and keeps `samples` iterates.
 
     The average is a point: v is the training noise that is left in it, and says nothing of how well the data determine
     the weights, so it would be no posterior. The iterates themselves scatter more widely; `snapshots` says of what use
     that is.
     """
-    return average(snapshots.keep(adaptive.sgd(params, lr, **options), steps, samples), steps)
+    return average(snapshots.keep(adaptive.sgd(params, lr, beta1, weight_decay), steps, samples), steps)
 
 
 def bayes_by_backprop(

@@ -834,7 +834,7 @@ def test_chapter_6_takes_the_module_s_steps_and_keeps_its_iterates(six, digits, 
             mechanism.private_gradient(model, F.cross_entropy, x[B], y[B], dp)
         optimizer.step()
     torch.testing.assert_close(path[-1], model.theta.detach(), atol=1e-9, rtol=1e-9)
-    kept = optimizer.state[model.theta]["samples"]
+    kept = torch.stack(optimizer.state[model.theta]["snapshots"])
     assert len(kept) == 4
     torch.testing.assert_close(six["thinned"](path, 4).flip(0), kept, atol=1e-9, rtol=1e-9)
     assert (path[-1] - flat_start()).abs().max() > 0.05
@@ -843,7 +843,7 @@ def test_chapter_6_takes_the_module_s_steps_and_keeps_its_iterates(six, digits, 
 @pytest.mark.parametrize(("steps", "samples"), [(168, 32), (23, 4), (10, 32), (7, 1), (64, 32)])
 def test_chapter_6_thins_as_the_module(six, steps, samples):
     p = torch.nn.Parameter(torch.zeros(1))
-    expected = list(langevin.SGLD([p], 0.1, 10.0, steps, samples).keep)
+    expected = list(langevin.SGLD([p], 0.1, 10.0, steps, samples).kept_at)
     assert six["thinned"](torch.arange(1, steps + 1), samples).tolist() == expected
 
 

@@ -272,7 +272,6 @@ def test_at_strong_privacy_the_iterates_are_ahead_of_what_the_page_names():
         assert nll["dp-sgd-snapshots"][0] < nll[loser][0], loser
 
 
-
 def test_the_tables_of_the_page_can_be_made():
     blocks = re.findall(r"^```\{ledger-table\} (.*)\n((?:.+\n)+?)```$", PAGE, re.MULTILINE)
     assert len(blocks) == PAGE.count("{ledger-table}") == 2
