@@ -308,7 +308,8 @@ def test_the_check_finds_what_is_wrong(visit: Visit) -> None:
     assert "MB as transferred" in visit.too_heavy(most=1000)[0]
     page.evaluate(
         """() => { document.querySelector("article").insertAdjacentHTML("beforeend",
-        '<details><summary>x</summary></details><div class="admonition toggle-hidden">x</div>'); }"""
+        '<details style="display: block !important"><summary>x</summary></details>'
+        + '<div class="admonition toggle-hidden">x</div>'); }"""
     )
     printed = visit.misprinted()
     for kind in ("printed: <summary>", "folded on paper: x"):
