@@ -1,5 +1,6 @@
-"""The command line of dpivon: train, epsilon, audit, compare, sweep, ledger, bench."""
+"""The command line of dpivon: train, epsilon, suggest, audit, compare, sweep, ledger, bench."""
 
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -103,10 +104,8 @@ class Epsilon:
     def __call__(self) -> None:
         if (self.noise_multiplier is None) == (self.epsilon is None):
             raise ValueError("give either --noise-multiplier (to learn epsilon) or --epsilon (to learn the noise)")
-        if self.n < 1 or not 0 < self.batch_size <= self.n:
-            raise ValueError(f"need 0 < batch-size <= n, got {self.batch_size} and {self.n}")
-        q = self.batch_size / self.n
-        steps = round(self.epochs / q) if self.steps is None else self.steps
+        q, steps = sampling(self.n, self.batch_size, self.epochs)
+        steps = steps if self.steps is None else self.steps
         print(
             f"q = {self.batch_size} / {self.n}, {steps} steps, delta {self.delta:g}, add or remove one example, Poisson"
         )
@@ -152,10 +151,10 @@ class Suggest:
     delta: float = 1e-5
 
     def __call__(self) -> None:
-        if self.n < 1 or not 0 < self.batch_size <= self.n:
-            raise ValueError(f"need 0 < batch-size <= n, got {self.batch_size} and {self.n}")
-        steps = max(1, round(self.epochs * self.n / self.batch_size))
-        sigma = accounting.noise_for(self.epsilon, self.batch_size / self.n, steps, self.delta)
+        q, steps = sampling(self.n, self.batch_size, self.epochs)
+        if not 0 < self.max_grad_norm < math.inf:
+            raise ValueError(f"max-grad-norm must be finite and > 0, got {self.max_grad_norm}")
+        sigma = accounting.noise_for(self.epsilon, q, steps, self.delta)
         s = sigma * self.max_grad_norm / self.batch_size
         decay = rules.weight_decay(self.max_grad_norm, self.parameters)
         shortest = rules.least_learning_rate(steps, self.max_grad_norm)
@@ -225,6 +224,15 @@ class Attack:
             print(f"scores drawn in {self.figure}")
         if refuted:
             sys.exit(1)
+
+
+def sampling(n: int, batch_size: int, epochs: float) -> tuple[float, int]:
+    """The sampling rate q and the number of steps T."""
+    if n < 1 or not 0 < batch_size <= n:
+        raise ValueError(f"need 0 < batch-size <= n, got {batch_size} and {n}")
+    if not 0 < epochs < math.inf:
+        raise ValueError(f"epochs must be finite and > 0, got {epochs}")
+    return batch_size / n, max(1, round(epochs * n / batch_size))
 
 
 def summary(record: dict) -> str:

@@ -152,3 +152,37 @@ def test_audit_ends_with_status_1_where_a_claim_is_refuted(dpivon, monkeypatch):
     monkeypatch.setattr(audit, "full_batch", lambda **o: real(mutants.load("half_the_noise").gradient, **o))
     status, _ = dpivon("audit", "--epsilon", "4", "--epochs", "1", "--canaries", "200")
     assert status == 1
+
+
+def test_suggest_prints_settings_that_train_takes_and_names_what_is_wrong(dpivon):
+    import shlex
+
+    import tyro
+
+    from dpivon import accounting, rules, train
+
+    status, text = dpivon("suggest", "--epsilon", "1", "--max-grad-norm", "5", "--parameters", "62006")
+    assert status == 0
+    sigma = accounting.noise_for(1.0, 1024 / 50_000, 488, 1e-5)
+    options = shlex.split(next(line for line in text.splitlines() if "--lr" in line))
+    parsed = tyro.extras.subcommand_cli_from_dict(
+        command_line.COMMANDS, args=["train", "--method", "dp-sgd-snapshots", *options]
+    )
+    config = train.resolve(parsed.config)
+    decay = rules.weight_decay(5, 62_006)
+    assert config.weight_decay == pytest.approx(decay, rel=0.05)
+    assert config.lr == pytest.approx(rules.learning_rate(sigma * 5 / 1024, 488, decay), rel=0.05)
+    assert "so strong that" not in text
+    _, text = dpivon("suggest", "--n", "1438", "--batch-size", "256", "--epochs", "30", "--parameters", "4810")
+    assert "a budget so strong that steps which arrive carry more noise than they should" in text
+    for wrong, named in (
+        (("--max-grad-norm", "0"), "max-grad-norm must be finite and > 0, got 0.0"),
+        (("--epochs", "0"), "epochs must be finite and > 0, got 0.0"),
+        (("--batch-size", "0"), "need 0 < batch-size <= n, got 0 and 50000"),
+        (("--parameters", "0"), "parameters must be finite and > 0, got 0"),
+        (("--epsilon", "0"), "epsilon must be finite and > 0"),
+    ):
+        status, error = dpivon("suggest", *wrong)
+        assert status == 2
+        assert named in error
+        assert "noise multiplier" not in error
