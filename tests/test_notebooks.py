@@ -93,6 +93,27 @@ def test_saving_completes_a_chapter(saved: Path) -> None:
     assert notebooks.problems(saved) == []
 
 
+def test_the_run_card_tells_the_time_to_study() -> None:
+    new = nbformat.v4
+    solved = "```{exercise-start} A title (reading, 40 minutes)\n:label: ex-a\n```\n" + "word " * 999
+    notebook = new.new_notebook(
+        cells=[
+            new.new_markdown_cell("# Title\n" + "word " * 3599 + "$x + unread$ 12\n$$\na = b\n$$ (eq-a)\n"),
+            new.new_code_cell("a = 1\n\n" * 78),
+            new.new_code_cell("a = 1\n" * 600, metadata={"tags": ["hide-input"]}),
+            new.new_markdown_cell(solved + "\n```{exercise-end}\n```\n"),
+            new.new_markdown_cell("````{solution-start} ex-a\n:class: dropdown\n````"),
+            new.new_code_cell("a = 1\n" * 600),
+            new.new_markdown_cell("````{solution-end}\n````"),
+        ]
+    )
+    # 3600 words in 30 minutes, one formula in 2, 78 lines in 13.
+    assert notebooks.study(notebook) == {"reading": "about 45 min", "exercises": "45 min"}
+    notebook.cells[1].outputs = [new.new_output("display_data", {"text/markdown": "word " * 3600})]
+    assert notebooks.study(notebook)["reading"] == "about 1 h 15 min"
+    assert [notebooks.hours(minutes) for minutes in (1, 60, 100)] == ["15 min", "1 h", "1 h 45 min"]
+
+
 def test_saving_and_executing_again_give_the_same_bytes(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = saved.read_bytes()
     notebooks.finish(nbformat.read(saved, as_version=4), saved, None)
@@ -165,6 +186,7 @@ BREAKAGES: dict[str, Callable[[NotebookNode], Any]] = {
     "not the Colab cell": edited("--quiet", "--upgrade"),
     "no *You need*": edited("*You need*: nothing", "Read on"),
     "no run card": lambda notebook: notebook.cells.pop(1),
+    "study of an older text": edited("about 15 min", "about 2 h"),
     "an absolute path": edited("return 2", "open('/home/me/x'); return 2"),
     "ends in `;`": edited("return 2 * x", "return 2 * x;"),
     "stored output is an error": error,

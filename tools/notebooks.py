@@ -40,12 +40,14 @@ if importlib.util.find_spec("dpivon") is None:
     %pip install --quiet "dpivon[plots] @ git+{url}@v{version}\""""
 
 RUN_CARD = """\
-| Run card | measured on one CPU core |
+| Run card | on one CPU core |
 | :--- | :--- |
-| Time | {seconds} s |
+| To read | {reading} |
+| To run | {seconds} s |
 | Memory | {memory:.1f} GB |
 | Download | {download} |
-| Privacy spent | {epsilon} |"""
+| Privacy spent | {epsilon} |
+| Exercises | {exercises} |"""
 
 # What an exercise asks for; two of them joined by "and" where it asks for both.
 KINDS = ("reading", "pencil", "proof", "computation", "coding", "experiment", "research")
@@ -127,6 +129,45 @@ def complete(notebook: NotebookNode, card: NotebookNode | None) -> None:
     colab.source = colab_cell()
 
 
+def study(notebook: NotebookNode) -> dict[str, str]:
+    """The time that a chapter takes to read, by its length, and that of its exercises, by their titles.
+
+    Two words a second for prose, two minutes for a displayed formula, ten seconds for a line of code that is not
+    folded: the pace of a seminar. Exercises and solutions do not count as reading.
+    """
+    shown = []
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            shown.append(cell.source)
+            continue
+        if not {"hide-input", "remove-input"} & set(cell.metadata.get("tags", [])):
+            shown.append(re.sub(r"^(?=.*\S)", "\0", cell.source, flags=re.MULTILINE))  # marks a line of code
+        shown += [output.get("data", {}).get("text/markdown", "") for output in cell.outputs]
+    text = "\n".join(shown)
+    exercises = re.findall(r"^`{3,}\{exercise-start\}.*, (\d+) minutes\)$", text, re.MULTILINE)
+    text = re.sub(r"^(`{3,})\{(exercise|solution)-start\}[\s\S]*?^\1\{\2-end\}", "", text, flags=re.MULTILINE)
+    prose, lines = re.subn(r"^\0.*", "", text, flags=re.MULTILINE)
+    words = len(re.findall(r"[A-Za-z]{2,}", re.sub(r"\$+[^$]*\$+", "", prose)))
+    formulas = prose.count("$$") // 2 + prose.count("{math}")
+    return {
+        "reading": f"about {hours(words / 120 + 2 * formulas + lines / 6)}",
+        "exercises": hours(sum(map(int, exercises))),
+    }
+
+
+def hours(minutes: float) -> str:
+    """Minutes, to the next quarter of an hour, in words: 100 are '1 h 45 min'."""
+    whole, rest = divmod(15 * max(1, round(minutes / 15)), 60)
+    return " ".join([f"{whole} h"] * bool(whole) + [f"{rest} min"] * bool(rest))
+
+
+def refreshed(card: str, notebook: NotebookNode) -> str:
+    """A run card whose times to study are those of the chapter as it is."""
+    for row, needed in zip(("To read", "Exercises"), study(notebook).values(), strict=True):
+        card = re.sub(rf"^\| {row} \|.*$", f"| {row} | {needed} |", card, flags=re.MULTILINE)
+    return card
+
+
 def tidy(notebook: NotebookNode) -> None:
     """Keep only metadata that carry meaning; derive cell ids from the source, for identical reruns."""
     notebook.nbformat, notebook.nbformat_minor = 4, 5
@@ -193,9 +234,8 @@ def finish(notebook: NotebookNode, path: Path, card: NotebookNode | None, measur
         if card is None:
             card = nbformat.v4.new_markdown_cell(metadata={"tags": ["run-card"]})
             notebook.cells.insert(notebook.cells.index(tagged(notebook, "colab")), card)
-        card.source = RUN_CARD.format(
-            seconds=round(seconds), memory=memory, download=facts["download"], epsilon=facts["epsilon"]
-        )
+        card.source = RUN_CARD.format(seconds=round(seconds), memory=memory, **facts, **study(notebook))
+    card.source = refreshed(card.source, notebook)
     tidy(notebook)
     path.write_text(nbformat.writes(notebook) + "\n")
     print(f"{path.name}: executed in {seconds:.0f} s, {memory:.1f} GB")
@@ -243,6 +283,8 @@ def problems(path: Path) -> list[str]:
     card = tagged(notebook, "run-card")
     if card is None or not card.source.startswith("| Run card"):
         found.append("no run card: run `card`")
+    elif card.source != refreshed(card.source, notebook):
+        found.append("its run card tells the times to study of an older text: run `execute`")
     for cell in notebook.cells:
         where = f"cell `{(cell.source.strip().splitlines() or ['(empty)'])[0][:50]}`"
         if any(ABSOLUTE_PATH.search(shown) for shown in texts(cell)):
