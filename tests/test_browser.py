@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from built_site import SITE, missing, need_site, pages
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, sync_playwright
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(120)]
 
@@ -231,16 +231,25 @@ def test_search_opens_from_the_keyboard(visit: Visit) -> None:
 
 
 def test_code_is_copied(visit: Visit) -> None:
-    """Each cell has a button that puts its code, and nothing else, on the clipboard."""
+    """Each cell has a button that puts its code, and nothing else, on the clipboard: no prompt, no result."""
+    visit.context.grant_permissions(["clipboard-read", "clipboard-write"])
+
+    def copied(block: Locator) -> str:
+        block.hover()
+        block.locator(".copybtn").click()
+        block.locator(".copybtn.success").wait_for()
+        return str(visit.page.evaluate("navigator.clipboard.readText()")).strip()
+
     visit.page.goto(f"{visit.address}/book/setup.html")
     blocks = visit.page.locator("article div.highlight")
     assert blocks.count() == blocks.locator(".copybtn").count() > 0
-    visit.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    blocks.first.hover()
-    blocks.first.locator(".copybtn").click()
-    visit.page.wait_for_selector(".copybtn.success")
-    copied = visit.page.evaluate("navigator.clipboard.readText()")
-    assert copied.strip() == blocks.first.locator("pre").inner_text().strip()
+    assert copied(blocks.first) == blocks.first.locator("pre").inner_text().strip()
+    visit.page.goto(f"{visit.address}/book/api.html")
+    example = visit.page.locator("article div.doctest").first
+    lines = example.locator("pre").inner_text().splitlines()
+    assert any(not line.startswith((">>> ", "... ")) for line in lines)
+    code = [line[4:] for line in lines if line.startswith((">>> ", "... "))]
+    assert copied(example).splitlines() == [line.strip("\n") for line in code]
 
 
 def test_mathematics_can_be_read_on_a_phone(visit: Visit) -> None:
