@@ -30,7 +30,7 @@ class Compare:
     Parameters
     ----------
     data
-        'digits' or 'cifar10'.
+        'digits', 'tumors' or 'cifar10'.
     model
         a network; by default the data set's.
     epsilon

@@ -18,6 +18,7 @@ SETTINGS = (
 # What each data set uses where the configuration is silent. Chosen on public data; see chapter 2.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "digits": {"model": "mlp", "batch_size": 256, "epochs": 30, "max_grad_norm": 1.0},
+    "tumors": {"model": "mlp", "batch_size": 64, "epochs": 20, "max_grad_norm": 1.0},
     "cifar10": {"model": "lenet", "batch_size": 512, "epochs": 10, "max_grad_norm": 1.0},
 }
 
@@ -29,9 +30,9 @@ class Config:
     Parameters
     ----------
     data
-        'digits' (embedded in scikit-learn) or 'cifar10'.
+        'digits' or 'tumors' (embedded in scikit-learn), or 'cifar10'.
     model
-        'mlp', 'lenet' or 'tanh_cnn'; digits: mlp, cifar10: lenet.
+        'mlp', 'lenet' or 'tanh_cnn'; digits and tumors: mlp, cifar10: lenet.
     method
         a name in `methods.METHODS`; those that begin with 'dp-' are private.
     epsilon
@@ -43,13 +44,16 @@ class Config:
     accountant
         'rdp' or 'prv' (tighter).
     max_grad_norm
-        C, the clipping norm of one example's gradient; digits and cifar10: 1.
+        C, the clipping norm of one example's gradient; 1.
     batch_size
-        b, the expected batch size; each example joins a batch with probability q = b / N. digits: 256, cifar10: 512.
+        b, the expected batch size; each example joins a batch with probability q = b / N.
+        digits: 256, tumors: 64, cifar10: 512.
     epochs
-        passes over the data, in expectation; T = round(epochs / q) steps. digits: 30, cifar10: 10.
+        passes over the data, in expectation; T = round(epochs / q) steps. digits: 30, tumors: 20,
+        cifar10: 10.
     lr
-        alpha, the learning rate at the first step; dp-sgd on digits: 2, on cifar10: 4 (see `methods` for the others).
+        alpha, the learning rate at the first step; dp-sgd on digits and tumors: 2, on cifar10: 4 (see `methods` for the
+        others).
     beta1
         decay of the normalized momentum.
     beta2
@@ -86,7 +90,7 @@ class Config:
         makes the run a reproducible simulation; without one, noise and batches come from the system's entropy.
     """
 
-    data: Literal["digits", "cifar10"] = "digits"
+    data: Literal["digits", "tumors", "cifar10"] = "digits"
     model: Literal["mlp", "lenet", "tanh_cnn"] | None = None
     method: str = "dp-sgd"
     epsilon: float | None = None
@@ -147,7 +151,7 @@ def resolve(config: Config) -> Config:
         "samples": 0,
         "schedule": "cosine",
         **DEFAULTS[config.data],
-        "lr": method.lr[config.data],
+        "lr": method.lr.get(config.data, method.lr["digits"]),  # the networks of digits and tumors are alike
         **method.defaults,
     }
     filled = {name: value for name, value in defaults.items() if getattr(config, name) is None}

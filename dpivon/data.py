@@ -1,9 +1,9 @@
-"""Images as tensors: scikit-learn's digits, which need no download, and CIFAR-10.
+"""Data as tensors: scikit-learn's digits and tumors, which need no download, and CIFAR-10.
 
-Both data sets come as an :class:`Images`: two tensors to train on, two to test on, and the names of the classes.
+Each data set comes as an :class:`Images`: two tensors to train on, two to test on, and the names of the classes.
 Pixels are mapped to [-1, 1] by the range that the file format fixes, never by a mean or a standard deviation of the
 training images: those images are the private data, and their mean is a number computed from them that no privacy
-accountant has counted.
+accountant has counted. The numbers that describe a tumor are scaled by constants that need no look at the patients.
 """
 
 import gzip
@@ -30,9 +30,13 @@ with warnings.catch_warnings():  # pooch loads tqdm's notebook bar, which remark
     warnings.filterwarnings("ignore", message="IProgress not found")
     import pooch
 
-NAMES = ("digits", "cifar10")
+NAMES = ("digits", "tumors", "cifar10")
 #: The ten classes, in the order of their labels.
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+
+# Common values of the ten quantities that scikit-learn's tumors tell as a mean, with its standard error, and as that of
+# the largest nuclei. They are round guesses, which no patient's record has moved.
+_TYPICAL = np.array([15, 20, 100, 700, 0.1, 0.1, 0.1, 0.05, 0.2, 0.06])
 
 _URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
 _HASH = "sha256:6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce"
@@ -161,9 +165,9 @@ def load(name: str, root: str | os.PathLike[str] | None = None) -> Images:
     Parameters
     ----------
     name : str
-        ``"digits"`` (embedded) or ``"cifar10"``.
+        ``"digits"`` or ``"tumors"`` (embedded), or ``"cifar10"``.
     root : path, optional
-        Where CIFAR-10 lies, see :func:`cifar10`; the digits need no folder.
+        Where CIFAR-10 lies, see :func:`cifar10`; the others need no folder.
 
     Returns
     -------
@@ -187,6 +191,8 @@ def load(name: str, root: str | os.PathLike[str] | None = None) -> Images:
     """
     if name == "digits":
         return digits()
+    if name == "tumors":
+        return tumors()
     if name == "cifar10":
         return cifar10(root)
     raise ValueError(f"unknown data set {name!r}; choose one of {', '.join(NAMES)}")
@@ -210,6 +216,33 @@ def digits() -> Images:
     x = raw.images[order].astype(np.float32)[:, None]
     y = raw.target[order].astype(np.int64)
     return _images("digits", x, y, n_test=359, top=16, names=tuple("0123456789"))
+
+
+def tumors() -> Images:
+    """Breast tumors: 569 patients, each described by 30 numbers, that come with scikit-learn.
+
+    The split is fixed and public: a permutation with seed 0, not stratified, whose first 455 patients are the training
+    set and whose last 114 (a fifth) are the test set. Each number is divided by a public constant and cut off at three
+    times it, so that 0 ... 3 become -1 ... 2.
+
+    Returns
+    -------
+    Images
+        Of shape (1, 1, 30), a row of numbers instead of pixels; the classes are ``"benign"`` and ``"malignant"``.
+
+    Notes
+    -----
+    Source: W. N. Street, W. H. Wolberg and O. L. Mangasarian, "Nuclear feature extraction for breast tumor diagnosis",
+    1993.
+    """
+    from sklearn.datasets import load_breast_cancer
+
+    raw = load_breast_cancer()
+    order = _permutation(len(raw.target), seed=0)
+    constants = np.concatenate([_TYPICAL, _TYPICAL / 20, 1.5 * _TYPICAL])
+    x = torch.from_numpy(np.clip(raw.data[order] / constants - 1, -1, 2).astype(np.float32))[:, None, None]
+    y = torch.from_numpy(1 - raw.target[order].astype(np.int64))  # the file has 0 for malignant
+    return Images("tumors", x[:-114], y[:-114], x[-114:], y[-114:], ("benign", "malignant"))
 
 
 def cifar10(root: str | os.PathLike[str] | None = None) -> Images:

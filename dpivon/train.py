@@ -111,6 +111,8 @@ def run(
     if root is not None and not Path(root).exists():
         raise ValueError(f"root {root} does not exist; create it to download into it, or give the place of the data")
     images = (images if images is not None else data.load(config.data, root)).to(device)
+    if shifted and min(images.shape[1:]) < 8:  # a row of numbers has no blur
+        raise ValueError(f"shifted needs images, {images.name!r} has shape {images.shape}; use 'digits' or 'cifar10'")
     if config.holdout >= images.n:
         raise ValueError(f"holdout must be below the {images.n} training examples, got {config.holdout}")
     if config.holdout:

@@ -203,8 +203,44 @@ def test_load_knows_its_names(small: None, raw: Raw, tmp_path: Path) -> None:
     assert data.load("digits").name == "digits"
     write_folder(tmp_path, raw)
     expect(data.load("cifar10", tmp_path), raw)
-    with pytest.raises(ValueError, match=r"'mnist'.*digits, cifar10"):
+    with pytest.raises(ValueError, match=r"'mnist'.*digits, tumors, cifar10"):
         data.load("mnist")
+
+
+def test_tumors_are_all_of_scikit_learns_patients_scaled_by_constants() -> None:
+    from sklearn.datasets import load_breast_cancer
+
+    raw, found = load_breast_cancer(), data.load("tumors")
+    assert (found.n, len(found.x_test), found.shape, found.class_names) == (
+        455,
+        114,
+        (1, 1, 30),
+        ("benign", "malignant"),
+    )
+    x, y = torch.cat([found.x_train, found.x_test]).flatten(1), torch.cat([found.y_train, found.y_test])
+    assert x.aminmax() == (torch.tensor(-1.0), torch.tensor(2.0))
+    assert int(y.sum()) == 212  # malignant
+    order = np.random.RandomState(0).permutation(569)
+    assert y.tolist() == [int(raw.target_names[raw.target[k]] == "malignant") for k in order]
+    radius, texture, worst_radius = (
+        list(raw.feature_names).index(n) for n in ("mean radius", "mean texture", "worst radius")
+    )
+    for column, constant in ((radius, 15), (texture, 20), (worst_radius, 22.5)):
+        assert np.allclose(x[:, column] + 1, np.minimum(raw.data[order, column] / constant, 3), atol=1e-6)
+
+
+def test_tumors_are_scaled_without_a_look_at_the_patients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another patient's record changes nobody's numbers but their own."""
+    import sklearn.datasets
+
+    before, raw = data.load("tumors"), sklearn.datasets.load_breast_cancer()
+    changed = int(np.random.RandomState(0).permutation(569)[7])
+    raw.data[changed] *= 100
+    monkeypatch.setattr(sklearn.datasets, "load_breast_cancer", lambda: raw)
+    after = data.load("tumors")
+    differs = (before.x_train != after.x_train).flatten(1).any(1)
+    assert differs.nonzero().flatten().tolist() == [7]
+    assert torch.equal(before.x_test, after.x_test)
 
 
 def test_digits_are_all_of_scikit_learns_digits() -> None:

@@ -380,6 +380,11 @@ def test_the_scale_of_squared_gradients_is_a_setting(digits):
         train.run(replace(small, method="dp-ivon-price", scale=2.0), images=digits)
 
 
+def test_a_row_of_numbers_has_no_blur() -> None:
+    with pytest.raises(ValueError, match=r"'tumors' has shape \(1, 1, 30\)"):
+        train.run(train.Config(data="tumors", epochs=1, seed=0), shifted=True)
+
+
 def test_a_run_is_evaluated_under_shift_when_asked(digits):
     record = train.run(replace(SMALL, method="dp-ivon-gradsq", epsilon=3.0), images=digits, shifted=True)
     found = record["results"]["shift"]
