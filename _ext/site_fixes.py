@@ -73,6 +73,12 @@ def mend_body(app: Sphinx, page: str, template: str, context: dict[str, Any], do
         lambda match: '<span class="sig-lines">' + re.sub(r"<(/?)dd>", r"<\1span>", match[1]) + "</span>",
         body,
     )
+    # A comma or a full stop after a formula never starts a line.
+    body = re.sub(
+        r'(<span class="math notranslate nohighlight">\\\([^<]*\\\)</span>)([.,;:!?)]+)',
+        r'<span class="keep-together">\1\2</span>',
+        body,
+    )
     context["body"] = body
 
 

@@ -166,10 +166,14 @@ class Suggest:
         print(f"  --schedule constant --lr {lr:.2g} --weight-decay {decay:.2g}")
         if lr == shortest:
             print("  (a budget so strong that steps which arrive carry more noise than they should)")
-        print("DP-IVON-Gradsq, with a curvature that starts where the noise carries it:")
-        print(f"  --hess-init {rules.hess_init(s, self.n):.2g} --beta2 {rules.beta2(max(steps, 6)):.4g}")
-        print(f"curvatures that the run can tell apart, of {self.parameters}: {min(squares, self.parameters):.3g} from")
-        print(f"squared gradients, {min(price, self.parameters):.3g} by Price's theorem, both at best")
+        print("dp-ivon-gradsq, whose rate falls and whose curvature starts at its floor:")
+        print(
+            f"  --lr {lr * math.sqrt(8 / 3):.2g} --weight-decay {decay:.2g}"
+            f" --hess-init {rules.hess_init(s, self.n):.2g} --beta2 {rules.beta2(max(steps, 6)):.4g}"
+        )
+        told = [f"{r:,.0f}" if r >= 10 else f"{r:.2g}" for r in (min(r, self.parameters) for r in (squares, price))]
+        print(f"curvatures that the run can tell from zero, of {self.parameters:,}: {told[0]} by squared gradients,")
+        print(f"{told[1]} by Price's theorem, both at best")
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ def hess_init(noise_std: float, scale: float) -> float:
 def resolved_by_squares(
     noise_multiplier: float, batch_size: float, steps: float, parameters: float, kappa: float = 1.0
 ) -> float:
-    """How many different curvatures the squared private gradients of a run can tell, at best.
+    """How many curvatures the squared private gradients of a run can tell from zero, at best.
 
     .. math:: R = \\frac{\\kappa^2\\, T\\, b^2}{2\\, \\sigma_p^4\\, P}
 
@@ -116,7 +116,7 @@ def resolved_by_squares(
 
 
 def resolved_by_price(noise_multiplier: float, batch_size: float, steps: float, n: float, kappa: float = 1.0) -> float:
-    """How many different curvatures Price's estimate can tell in a run, for a posterior of the right width.
+    """How many curvatures Price's estimate can tell from zero in a run, for a posterior of the right width.
 
     .. math:: R = \\frac{\\kappa\\, T\\, b^2}{\\sigma_p^2\\, N}
 

@@ -61,8 +61,8 @@ def paired(
 ) -> Difference:
     """The metric of the first records minus that of the second with the same seed, by Student's paired test.
 
-    Runs with the same seed share their initial weights, batches and privacy noise, so much of what differs between
-    seeds cancels in the difference.
+    Runs with the same seed share their initial weights, batches and privacy noise, so what they share cancels in
+    the difference. How much that is differs from pair to pair; where noise dominates it can be nothing.
 
     Parameters
     ----------

@@ -4,6 +4,7 @@ They are computed from what was released anyway, so they cost no privacy.
 """
 
 import hashlib
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,6 +73,7 @@ def write(folder: str | Path, step: int, parameters: list[Any]) -> dict[str, str
     tensors = {f"{i:04}": p.detach().cpu().contiguous() for i, p in enumerate(parameters)}
     name, content = f"{step:08}.safetensors", safetensors.torch.save(tensors)
     checkpoint.write(Path(folder) / name, content, secret=False)
+    os.utime(Path(folder) / name, (0, 0))  # the time between two iterates would tell how large the batches were
     return {name: digest(content)}
 
 

@@ -282,7 +282,7 @@ def test_the_tables_of_the_page_can_be_made():
 def test_the_commands_are_understood():
     text = "\n".join(re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)).replace("\\\n", "")
     found = [shlex.split(command)[3:] for command in text.splitlines()]
-    assert len(found) == 5
+    assert len(found) == 6
     for words in found:
         parsed = tyro.extras.subcommand_cli_from_dict(command_line.COMMANDS, args=words)
         train.resolve(parsed.config)
