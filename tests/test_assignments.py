@@ -16,6 +16,8 @@ from nbformat import NotebookNode
 from tools import course, grading, kit
 from tools.notebooks import colab_cell, tagged
 
+pytestmark = pytest.mark.timeout(900)  # the limits of the batch count processor time, which a busy machine stretches
+
 # A small assignment: given cells, three tasks, a question that is graded by hand.
 TWIN = """---
 dpivon:
@@ -26,7 +28,7 @@ kernelspec: {display_name: Python 3, language: python, name: python3}
 
 # Small
 
-You can count. About 10 minutes; 12 points.
+You can count to $\\infty$. About 10 minutes; 12 points.
 
 ```{code-cell}
 ---
@@ -233,12 +235,24 @@ def stops(first: str, second: str) -> Callable[[NotebookNode], None]:
     return change
 
 
+def leans(first: str, third: str) -> Callable[[NotebookNode], None]:
+    """The first task is wrong, and others call it."""
+
+    def change(notebook: NotebookNode) -> None:
+        named(notebook, "first").source = first
+        named(notebook, "second").source = "def second(x):\n    return first(x) + ONE"
+        named(notebook, "third").source = third
+
+    return change
+
+
 SUBMISSIONS: dict[str, Callable[[NotebookNode], None]] = {
     "right": lambda notebook: None,
     "colab": colab,
     "missing": missing,
-    "endless": stops("def first(x):\n    while True: pass", "import sys\nsys.exit(0)"),
+    "endless": leans("def first(x):\n    while True: pass", "def third(x):\n    return 3 + x"),
     "greedy": stops("def first(x):\n    return len(bytearray(10**10))", "def second(x) return x + 2"),
+    "leaning": leans("import sys\nsys.exit(0)", "def third(x):\n    return first(x) + 3"),
     "deadly": stops("import os\nos._exit(0)", "exit()\nwhile True: print('x' * 10**4)"),
 }
 
@@ -256,11 +270,14 @@ def batch(small: Path, student_version: NotebookNode) -> dict[str, dict[str, str
     put(folder / "renamed" / "Copy of 00_small.ipynb", nbformat.writes(answered))
     put(folder / "broken" / "00_small.ipynb", '{"cells": [')
     put(folder / "absent" / "essay.txt", "I forgot.")
+    put(folder / "packed.zip", "PK")
     put(folder / "two" / "a.ipynb", "{}")
     put(folder / "two" / "b.ipynb", "{}")
     put(folder / ".hidden" / "00_small.ipynb", "{}")
     put(folder / "flat [1].ipynb", "[]")
-    grading.grade("00_small", folder, small / "out", grading.Limits(cell=4, notebook=60, memory=2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grading, "PATIENCE", 100)  # however busy the machine
+        grading.grade("00_small", folder, small / "out", grading.Limits(cell=1, notebook=300, memory=2))
     with open(small / "out" / "grades.csv") as file:
         return {row["student"]: row for row in csv.DictReader(file)}
 
@@ -276,7 +293,8 @@ def put(path: Path, text: str) -> None:
         ("right", (2, 2, 2)),
         ("colab", (2, 2, 2)),
         ("missing", (0, 0, 2)),
-        ("endless", (0, 0, 2)),
+        ("leaning", (0, 2, 0)),
+        ("endless", (0, 2, 2)),
         ("greedy", (0, 0, 2)),
         ("deadly", (0, 0, 2)),
         ("renamed", (0, 0, 0)),
@@ -295,12 +313,16 @@ def test_a_submission_is_graded_as_far_as_possible(
 @pytest.mark.parametrize(
     ("student", "status", "note"),
     [
-        ("absent", "missing", "expected 00_small.ipynb, found no notebook"),
+        ("absent", "missing", "expected 00_small.ipynb, found essay.txt"),
+        ("packed", "unreadable", "packed.zip is no notebook; ask for the file again"),
         ("two", "missing", "expected 00_small.ipynb, found a.ipynb, b.ipynb"),
         ("broken", "unreadable", "00_small.ipynb is no notebook"),
         ("flat [1]", "unreadable", "is no notebook"),
-        ("renamed", "graded", "renamed: expected 00_small.ipynb, took Copy of 00_small.ipynb"),
+        ("renamed", "graded", "expected 00_small.ipynb, took Copy of 00_small.ipynb"),
         ("missing", "graded", "cells put back: setup, first, test-first"),
+        ("endless", "graded", "test-first had not ended after 1 seconds of processor time, and was stopped"),
+        ("leaning", "graded", "passed with the book's solutions of the tasks before: test-second"),
+        ("deadly", "graded", "first ended Python itself"),
         ("right", "graded", ""),
         ("colab", "graded", ""),
     ],
@@ -316,14 +338,16 @@ def test_an_answer_is_left_to_be_graded_by_hand_unless_there_is_none(batch: dict
 
 
 def test_nobody_is_left_out(batch: dict[str, dict[str, str]]) -> None:
-    assert sorted(batch) == sorted([*SUBMISSIONS, "renamed", "broken", "absent", "two", "flat [1]"])
+    assert sorted(batch) == sorted([*SUBMISSIONS, "renamed", "broken", "absent", "two", "flat [1]", "packed"])
 
 
 @pytest.mark.parametrize(
     ("student", "message"),
     [
-        ("endless", "This cell had not ended after 4 seconds"),
-        ("endless", "SystemExit"),
+        ("endless", "This cell had not ended after 1 seconds of processor time"),
+        ("endless", "This passes with the book"),
+        ("leaning", "zero and 3 is 3, not 4"),
+        ("leaning", "SystemExit"),
         ("greedy", "MemoryError"),
         ("greedy", "SyntaxError"),
         ("deadly", "This cell ended Python itself"),
@@ -338,10 +362,24 @@ def test_the_feedback_says_what_went_wrong(
 
 
 def test_the_feedback_keeps_hidden_tests_hidden(small: Path, batch: dict[str, dict[str, str]]) -> None:
-    for page in (small / "out" / "feedback").iterdir():
+    for page in (small / "out" / "feedback").glob("*.html"):
         text = re.sub("<[^>]*>", "", page.read_text())
         assert "def test_third():" in text, page.name
         assert "range(1, 40)" not in text, page.name
+
+
+def test_a_feedback_page_names_the_student_and_the_tests(small: Path, batch: dict[str, dict[str, str]]) -> None:
+    text = (small / "out" / "feedback" / "right.html").read_text()
+    assert "<title>right: 00_small</title>" in text
+    assert "<h4>right: 00_small (Score: 6.0 / 12.0)</h4>" in text
+    assert [f'<a href="#test-{name}">test-{name}</a>' in text for name in TASKS] == [True] * 3
+    assert "Test cell" not in text
+
+
+def test_a_feedback_page_brings_its_mathjax(small: Path, batch: dict[str, dict[str, str]]) -> None:
+    text = (small / "out" / "feedback" / "right.html").read_text()
+    assert [(small / "out" / "feedback" / file).is_file() for file in re.findall(r'src="([^"]+)"', text)] == [True]
+    assert r'[["$", "$"], ["\\(", "\\)"]]' in text
 
 
 def test_results_are_not_overwritten(small: Path, batch: dict[str, dict[str, str]]) -> None:
@@ -353,11 +391,47 @@ def test_a_submission_has_an_end(small: Path, student_version: NotebookNode, tmp
     notebook = solved(deepcopy(student_version))
     named(notebook, "second").source = "while True: pass"
     put(tmp_path / "batch" / "slow.ipynb", json.dumps(notebook))
-    (row,) = grading.grade("00_small", tmp_path / "batch", tmp_path / "out", grading.Limits(notebook=4))
+    (row,) = grading.grade("00_small", tmp_path / "batch", tmp_path / "out", grading.Limits(notebook=10))
     assert row.status == "graded"
     assert row.points["test-third"] == 0
-    assert "The 4 seconds for this notebook were over" in (tmp_path / "out" / "feedback" / "slow.html").read_text()
+    assert row.notes == ["second was running when the 10 seconds for this notebook were over"]
+    assert "The 10 seconds for this notebook were over" in (tmp_path / "out" / "feedback" / "slow.html").read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["batch", "out"]
+
+
+def test_waiting_is_no_work_but_has_an_end_too(small: Path, student_version: NotebookNode, tmp_path: Path) -> None:
+    """A cell that waits, as on a busy machine, gets more than its seconds of processor time, and not for ever."""
+    notebook = solved(deepcopy(student_version))
+    named(notebook, "first").source += "\nimport time\ntime.sleep(1.5)"
+    named(notebook, "second").source += "\ntime.sleep(1000)"
+    put(tmp_path / "batch" / "sleepy.ipynb", json.dumps(notebook))
+    (row,) = grading.grade("00_small", tmp_path / "batch", tmp_path / "out", grading.Limits(cell=1))
+    assert [row.points[f"test-{name}"] for name in TASKS] == [2, 0, 2]
+    assert row.notes == ["second had not ended after 5 seconds, and was stopped"]
+
+
+@pytest.mark.parametrize(
+    ("limits", "given", "note"),
+    [
+        (grading.Limits(cell=1), "while True: pass", "setup had not ended after 1 seconds of processor time"),
+        (grading.Limits(memory=0.5), "x = bytearray(10**9)", "given cells failed: setup; grade again, or raise"),
+    ],
+)
+def test_a_given_cell_that_was_stopped_is_no_low_grade(
+    small: Path, student_version: NotebookNode, tmp_path: Path, limits: grading.Limits, given: str, note: str
+) -> None:
+    notebook = solved(deepcopy(student_version))
+    put(tmp_path / "batch" / "unlucky.ipynb", json.dumps(notebook))
+    slow = course.source("00_small")
+    named(slow, "setup").source += f"\n{given}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grading, "PATIENCE", 100)
+        patch.setattr(course, "source", lambda _: deepcopy(slow))
+        (row,) = grading.grade("00_small", tmp_path / "batch", tmp_path / "out", limits)
+    assert row.status == "failed"
+    assert note in "; ".join(row.notes)
+    assert row.points == {}
+    assert not (tmp_path / "out" / "feedback" / "unlucky.html").exists()
 
 
 def test_a_folder_without_submissions_is_named(tmp_path: Path, small: Path) -> None:
@@ -365,6 +439,43 @@ def test_a_folder_without_submissions_is_named(tmp_path: Path, small: Path) -> N
         grading.grade("00_small", tmp_path / "none", tmp_path / "out")
     with pytest.raises(course.KitError, match="holds no student's folder"):
         grading.grade("00_small", tmp_path, tmp_path / "out")
+
+
+# What is a submission
+
+
+@pytest.mark.parametrize(
+    ("files", "student", "taken", "note"),
+    [
+        (["fay.IPYNB"], "fay", "fay.IPYNB", ""),
+        (["eve.zip"], "eve", "eve.zip", ""),
+        (["eve/a.ipynb", "eve.zip"], "eve.zip", "eve.zip", ""),
+        (["ann/hw.ipynb"], "ann", "ann/hw.ipynb", ""),
+        (["ann/HW.ipynb"], "ann", "ann/HW.ipynb", "expected hw.ipynb, took HW.ipynb"),
+        (["ann/hw.IPYNB"], "ann", "ann/hw.IPYNB", "expected hw.ipynb, took hw.IPYNB"),
+        (["ann/week 1/b/hw.ipynb"], "ann", "ann/week 1/b/hw.ipynb", "expected hw.ipynb, took week 1/b/hw.ipynb"),
+        (["ann/hw.ipynb", "ann/o/hw.ipynb"], "ann", "ann/hw.ipynb", "expected hw.ipynb, took hw.ipynb, not o/hw.ipynb"),
+        (["ann/hw.ipynb", "ann/o/my hw.ipynb"], "ann", "ann/hw.ipynb", ""),
+        (["ann/hw.ipynb", "ann/.ipynb_checkpoints/hw.ipynb"], "ann", "ann/hw.ipynb", ""),
+        (["ann/.ipynb_checkpoints/hw.ipynb"], "ann", None, "expected hw.ipynb, found nothing"),
+        (["ann/a/hw.ipynb", "ann/b/hw.ipynb"], "ann", None, "expected hw.ipynb, found a/hw.ipynb, b/hw.ipynb"),
+        (["ann/hw.zip"], "ann", None, "expected hw.ipynb, found hw.zip"),
+    ],
+)
+def test_submissions_are_found(tmp_path: Path, files: list[str], student: str, taken: str | None, note: str) -> None:
+    for file in files:
+        put(tmp_path / file, "{}")
+    found = {name: rest for name, *rest in grading.submissions(tmp_path, "hw")}
+    assert found[student] == [taken and tmp_path / taken, [note] if note else []]
+
+
+def test_only_notebooks_are_loaded(tmp_path: Path) -> None:
+    text = nbformat.writes(nbformat.v4.new_notebook())
+    put(tmp_path / "fay.IPYNB", text)
+    put(tmp_path / "gus.txt", text)
+    assert grading.load(tmp_path / "fay.IPYNB").cells == []
+    with pytest.raises(ValueError, match=r"gus\.txt is no notebook"):
+        grading.load(tmp_path / "gus.txt")
 
 
 # Mending

@@ -104,4 +104,4 @@ def test_the_supported_torch_is_what_the_requirements_say() -> None:
 
 def test_the_first_cell_installs_all_that_a_chapter_imports() -> None:
     """Colab has matplotlib, a new environment has it only if the first cell asks for the plots."""
-    assert release.asked(ROOT) == "dpivon[plots]"
+    assert release.asked(ROOT) == "dpivon[plots,sweep]"

@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
     grading = commands.choices["grade"]
     grading.add_argument("folder", type=Path, metavar="FOLDER")
     grading.add_argument("--to", type=Path, required=True, metavar="RESULTS")
-    grading.add_argument("--cell", type=float, default=60, metavar="SECONDS", help="most time of one cell")
+    grading.add_argument("--cell", type=float, default=60, metavar="SECONDS", help="most processor time of one cell")
     grading.add_argument("--notebook", type=float, default=600, metavar="SECONDS", help="most time of one submission")
     grading.add_argument("--memory", type=float, default=4, metavar="GB", help="most memory of one submission")
     commands.add_parser("refresh")

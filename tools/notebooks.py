@@ -37,17 +37,17 @@ COLAB_CELL = """\
 import importlib.util
 
 if importlib.util.find_spec("dpivon") is None:
-    %pip install --quiet "dpivon[plots] @ git+{url}@v{version}\""""
+    %pip install --quiet "dpivon[plots,sweep] @ git+{url}@v{version}\""""
 
 RUN_CARD = """\
 | Run card | on one CPU core |
 | :--- | :--- |
 | To read | {reading} |
+| Exercises | {exercises} |
 | To run | {seconds} s |
 | Memory | {memory:.1f} GB |
 | Download | {download} |
-| Privacy spent | {epsilon} |
-| Exercises | {exercises} |"""
+| Privacy spent | {epsilon} |"""
 
 # What an exercise asks for; two of them joined by "and" where it asks for both.
 KINDS = ("reading", "pencil", "proof", "computation", "coding", "experiment", "research")

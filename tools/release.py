@@ -67,7 +67,7 @@ def wheel(source: Path, folder: Path, *options: str) -> Path:
 
 
 def asked(source: Path) -> str:
-    """What the first cell of the notebooks installs, such as `dpivon[plots]`."""
+    """What the first cell of the notebooks installs, such as `dpivon[plots,sweep]`."""
     cell = tagged(nbformat.read(source / "book" / f"{notebooks(source)[0]}.ipynb", as_version=4), "colab")
     found = re.search(r'"(dpivon[^"@]*?) @ ', cell.source if cell else "")
     if found is None:
