@@ -1,4 +1,6 @@
-"""The equation of the chapter on the full experiments, evaluated a second way in float64."""
+"""The equation of the chapter on the full experiments, evaluated a second way in float64; and its list of grids."""
+
+import re
 
 import numpy as np
 import pytest
@@ -7,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from notebook import definitions
 from torch import nn
+
+from dpivon import ledger
 
 chapter = definitions("book/14_the_full_experiments.ipynb")
 
@@ -38,3 +42,9 @@ def test_a_gradient_of_zero_moves_nothing_and_its_length_does_not_matter():
         optimizer.step()
         moved[length] = p.detach().tolist()
     assert moved[1.0] == moved[1e6] == [0.0, 0.5, -0.5]
+
+
+def test_the_list_of_grids_has_every_grid_with_the_ledger_that_it_names():
+    grids = sorted(ledger.published("grids/tanh_cnn.toml").parent.glob("*.toml"))
+    named = {path.stem: re.search(r"--ledger book/results/(\w+)\.jsonl", path.read_text())[1] for path in grids}
+    assert {name: kept for name, (kept, _) in chapter["GRIDS"].items()} == named

@@ -13,19 +13,24 @@ from dpivon import ledger
 SCRIPT = Path(__file__).parent.parent / "tools" / "gpu.py"
 
 
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory):
-    out = tmp_path_factory.mktemp("gpu")
-    (out / "grid.toml").write_text("[[grid]]\nmethod = ['dp-sgd', 'dp-ivon-gradsq']\nepochs = 1\nseed = 0\n")
+def tiny(out, *options):
+    """Run the script on a CPU in its tiny form, and return its exit status."""
     threads, arguments = torch.get_num_threads(), sys.argv
-    sys.argv = [str(SCRIPT), "--device", "cpu", "--tiny", "--out", str(out), "--grid", str(out / "grid.toml")]
+    sys.argv = [str(SCRIPT), "--device", "cpu", "--tiny", "--out", str(out), *map(str, options)]
     try:
         with pytest.raises(SystemExit) as ended:
             runpy.run_path(str(SCRIPT), run_name="__main__")
     finally:
         sys.argv = arguments
         torch.set_num_threads(threads)
-    assert ended.value.code == 0
+    return ended.value.code
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    out = tmp_path_factory.mktemp("gpu")
+    (out / "grid.toml").write_text("[[grid]]\nmethod = ['dp-sgd', 'dp-ivon-gradsq']\nepochs = 1\nseed = 0\n")
+    assert tiny(out, "--grid", out / "grid.toml") == 0
     found = json.loads((out / "speed.json").read_text())
     return {**found, "runs": ledger.read(out / "runs.jsonl")}
 
@@ -49,6 +54,34 @@ def test_the_grid_is_run_and_recorded(rows):
 def test_the_file_names_the_hardware(rows):
     assert rows["hardware"]["cpu"]
     assert "commit" in rows["code"]
+
+
+def test_a_variant_that_fails_is_a_line_and_the_others_go_on(tmp_path, monkeypatch):
+    real = torch.autocast
+
+    def gives_up(*arguments, **options):
+        if torch.bfloat16 in arguments:
+            raise RuntimeError("no bfloat16 here\nand a page of explanations")
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(torch, "autocast", gives_up)
+    assert tiny(tmp_path) == 1
+    *most, last = json.loads((tmp_path / "speed.json").read_text())["rows"]
+    assert ["failed" in row for row in most] == ["bf16" in row["variant"] for row in most] == [False] * 3 + [True]
+    assert most[-1]["failed"] == "RuntimeError: no bfloat16 here"
+    assert "images_per_second" not in most[-1]
+    assert last["variant"] == "2 models stacked"
+    assert last["error"] < 1e-5
+
+
+def test_what_was_measured_is_on_disk_when_the_script_is_stopped(tmp_path, monkeypatch):
+    def stop(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.func, "stack_module_state", stop)
+    with pytest.raises(KeyboardInterrupt):
+        tiny(tmp_path)
+    assert len(json.loads((tmp_path / "speed.json").read_text())["rows"]) == 4
 
 
 def test_masked_examples_do_not_count():

@@ -1,10 +1,11 @@
 """Measure the private step on a GPU, plain and with what may help, then run a grid there: results as lines of a ledger.
 
-    python tools/gpu.py --device cuda --out DIR            # under eight minutes on one GPU
+    python tools/gpu.py --device cuda --out DIR            # meant to take less than eight minutes on one GPU
     python tools/gpu.py --device cpu --tiny --out DIR      # the same code on small sizes, in seconds
 
 The variants live here and not in `dpivon`: only what a GPU was seen to gain from moves there. Each is compared with the
-book's engine before it is timed, and its largest relative error stands beside its speed.
+book's engine, and its largest relative error stands beside its speed. What was measured is written after each variant;
+one that fails, in a compiler for instance, is a line with its failure, and the others go on.
 """
 
 import argparse
@@ -74,6 +75,18 @@ def error(found: list[Tensor], wanted: list[Tensor]) -> float:
     return max(float((f - w).abs().max() / w.abs().max()) for f, w in zip(found, wanted, strict=True))
 
 
+def measured(
+    line: dict[str, Any], step: Callable[[], list[Tensor]], images: int, wanted: list[Tensor],
+    device: torch.device, repeats: int,
+) -> dict[str, Any]:  # fmt: skip
+    """The line with images a second and the error of `step`; or, where it fails, with how it failed."""
+    try:
+        seconds = seconds_of(step, device, repeats)
+        return {**line, "images_per_second": images / seconds, "error": error(step(), wanted)}
+    except Exception as problem:
+        return {**line, "failed": f"{type(problem).__name__}: {problem}".splitlines()[0]}
+
+
 def measure(
     name: str, device: torch.device, batch_size: int, chunk: int, many: int, compiled: bool, repeats: int
 ) -> Iterator[dict[str, Any]]:
@@ -106,27 +119,36 @@ def measure(
         fast = torch.compile(eager, mode="reduce-overhead", fullgraph=True)
         variants["fixed shape, compiled"] = lambda: in_chunks(fast)
         variants["fixed shape, compiled, bf16"] = lambda: in_chunks(fast, half=True)
+    line = {"model": name, "batch_size": batch_size, "chunk": chunk}
     for variant, step in variants.items():
-        seconds = seconds_of(step, device, repeats)
-        yield {"model": name, "variant": variant, "batch_size": batch_size, "chunk": chunk,
-               "images_per_second": batch_size / seconds, "error": error(step(), wanted)}  # fmt: skip
+        yield measured({**line, "variant": variant}, step, batch_size, wanted, device, repeats)
 
     copies = [models.build(name, SHAPE, CLASSES, seed=0).to(device) for _ in range(many)]
     states = {name: p.detach() for name, p in stack_module_state(copies)[0].items()}  # type: ignore[arg-type]
     part = [t[:chunk].expand(many, *t[:chunk].shape) for t in (x, y, ones)]
     wanted = gradients.clipped_sum(model, F.cross_entropy, x[:chunk], y[:chunk], C).sums
-    step = partial(stacked, model, states, *part)
-    found = [t[-1] for t in step()]
-    yield {"model": name, "variant": f"{many} models stacked", "batch_size": batch_size, "chunk": chunk,
-           "images_per_second": many * len(x[:chunk]) / seconds_of(step, device, repeats),
-           "error": error(found, wanted)}  # fmt: skip
+    line = {**line, "variant": f"{many} models stacked"}
+    yield measured(
+        line, lambda: [t[-1] for t in stacked(model, states, *part)], many * len(part[0][0]), wanted, device, repeats
+    )
+
+
+def shown(row: dict[str, Any]) -> str:
+    """A row, for a person."""
+    if "failed" in row:
+        found = f"FAILED, {row['failed']}"
+    else:
+        found = f"{row['images_per_second']:12,.0f} images/s  error {row['error']:.1e}"
+    return f"{row['model']:9s} {row['variant']:30s} {found}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, required=True, help="folder for speed.json and the grid's ledger")
-    parser.add_argument("--tiny", action="store_true", help="small sizes, no compilation: to check the script itself")
+    parser.add_argument(
+        "--tiny", action="store_true", help="small sizes, one network, no compilation: to check the script itself"
+    )
     parser.add_argument("--grid", type=Path, help="a grid, as for `dpivon sweep`, to run afterwards on the device")
     parser.add_argument("--root", type=Path, help="where CIFAR-10 lies")
     options = parser.parse_args()
@@ -135,21 +157,19 @@ def main() -> int:
         parser.error("there is no GPU here; --device cpu --tiny checks the script itself")
     options.out.mkdir(parents=True, exist_ok=True)
     sizes = [("lenet", 16, 8)] if options.tiny else [("lenet", 1024, 256), ("tanh_cnn", 1024, 128)]
-    rows = []
+    written = {"rows": [], "code": ledger.code_state(), **ledger.environment()}
     for name, batch_size, chunk in sizes:
         many, repeats = (2, 1) if options.tiny else (8, 20)
         for row in measure(name, device, batch_size, chunk, many, not options.tiny, repeats):
-            rows.append(row)
-            print(f"{row['model']:9s} {row['variant']:30s} {row['images_per_second']:12,.0f} images/s  "
-                  f"error {row['error']:.1e}", flush=True)  # fmt: skip
-    written = {"rows": rows, "code": ledger.code_state(), **ledger.environment()}
-    (options.out / "speed.json").write_text(json.dumps(written, indent=1) + "\n")
+            written["rows"].append(row)
+            (options.out / "speed.json").write_text(json.dumps(written, indent=1) + "\n")
+            print(shown(row), flush=True)
     path = options.out / "runs.jsonl"
     for config in grid.read(options.grid) if options.grid else ():
         if not sweep.is_done(path, sweep.key(config), retry_failed=True):
             record = train.run(config, root=options.root, device=options.device, ledger_path=path)
             print(f"{config.method}: {sweep.outcome(record)}", flush=True)
-    return 0
+    return int(any("failed" in row for row in written["rows"]))
 
 
 if __name__ == "__main__":
