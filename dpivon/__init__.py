@@ -4,4 +4,4 @@ Each file has one idea; the book's chapters build them step by step. Data is see
 clipped, noised sum leaves `mechanism`; every optimizer works on that sum and nothing else.
 """
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"

@@ -455,7 +455,7 @@ def amount(text: str) -> tuple[str, float]:
 def fitting(client: Any, resources: Mapping[str, float]) -> int:
     """How many workers a run can go to. It needs one of a single thread, since it sets its process' random state."""
     options = "".join(f" --resources {name}={number:g}" for name, number in resources.items())
-    start = f"start them with: dask worker ADDRESS --nthreads 1{options}"
+    start = f"start them with: dask worker ADDRESS --nthreads 1 --memory-limit 0{options}"
     deadline = time.monotonic() + PATIENCE
     while True:
         found = client.scheduler_info(n_workers=-1)["workers"].values()
