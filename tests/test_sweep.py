@@ -413,7 +413,7 @@ def test_workers_that_do_not_fit_are_refused_with_the_remedy(grid, cluster, monk
     monkeypatch.setattr(sweep, "PATIENCE", 0.1)
     s = replace(grid, scheduler=cluster.scheduler_address, resources=("TPU=2",))
     with pytest.raises(
-        ValueError, match=r"\d workers and needs one that offers TPU=2; .*--nthreads 1 --memory-limit 0 --resources TPU=2"
+        ValueError, match=r"\d workers and needs one that offers TPU=2; .*--memory-limit 0 --resources TPU=2"
     ):
         go(s)
 
