@@ -330,13 +330,21 @@ def test_divergence_is_one_clear_error(digits, method):
 
 def test_the_documented_defaults_are_the_real_ones():
     text = " ".join(train.Config.__doc__.split())
+    digits, tumors, cifar10 = (train.DEFAULTS[name] for name in ("digits", "tumors", "cifar10"))
     for part in (
-        "digits: {0[model]}, cifar10: {1[model]}.", "digits and cifar10: {0[max_grad_norm]:g}.",
-        "digits: {0[batch_size]}, cifar10: {1[batch_size]}.", "digits: {0[epochs]}, cifar10: {1[epochs]}.",
-    ):  # fmt: skip
-        assert part.format(*train.DEFAULTS.values()) in text
+        f"digits and tumors: {digits['model']}, cifar10: {cifar10['model']}.",
+        f"example's gradient; {cifar10['max_grad_norm']:g}.",
+        *(
+            f"digits: {digits[name]}, tumors: {tumors[name]}, cifar10: {cifar10[name]}."
+            for name in ("batch_size", "epochs")
+        ),
+    ):
+        assert part in text
+    assert digits["model"] == tumors["model"]
+    assert {defaults["max_grad_norm"] for defaults in (digits, tumors, cifar10)} == {1.0}
     lr = methods.get("dp-sgd").lr
-    assert f"dp-sgd on digits: {lr['digits']:g}, on cifar10: {lr['cifar10']:g}" in text
+    assert f"dp-sgd on digits and tumors: {lr['digits']:g}, on cifar10: {lr['cifar10']:g}" in text
+    assert train.resolve(train.Config(data="tumors")).lr == lr["digits"]
     assert train.resolve(train.Config()).epsilon == 3
 
 
