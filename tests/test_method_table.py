@@ -274,7 +274,7 @@ def test_at_strong_privacy_the_iterates_are_ahead_of_what_the_page_names():
 
 def test_the_tables_of_the_page_can_be_made():
     blocks = re.findall(r"^```\{ledger-table\} (.*)\n((?:.+\n)+?)```$", PAGE, re.MULTILINE)
-    assert len(blocks) == PAGE.count("{ledger-table}") == 2
+    assert len(blocks) == PAGE.count("{ledger-table}") == 3
     for metrics, selections in blocks:
         assert from_ledger.table(metrics.split(), selections.splitlines()).rows
 
