@@ -12,7 +12,7 @@ from sphinx.application import Sphinx
 from test_numbers import typed_numbers
 
 from dpivon import __main__ as command_line
-from dpivon import records, seeds, train
+from dpivon import records, seeds, sweep, train
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "_ext"))
@@ -270,6 +270,20 @@ def test_at_strong_privacy_the_iterates_are_ahead_of_what_the_page_names():
     for loser in ("dp-sgd", "dp-sgd-tempered", "dp-ivon-gradsq"):
         nll = from_ledger.means(from_ledger.methods("strong"), "nll")
         assert nll["dp-sgd-snapshots"][0] < nll[loser][0], loser
+
+
+def test_what_the_page_says_of_the_tumors_holds():
+    """Averaged predictions are told from a private temperature, and not from the others."""
+    results = ROOT / "book" / "results"
+    runs, lacking = sweep.results(results / "grids" / "tumors.toml", results / "tumors.jsonl")
+    assert not lacking
+    groups = seeds.by_method([r for r in runs if r["config"]["method"] != "dp-sgd-average"])
+    others = ["dp-sgd-tempered", "dp-sgd", "dp-ivon-gradsq"]
+    found = [seeds.paired(groups["dp-sgd-snapshots"], groups[name], "nll") for name in others]
+    temperature, *rest = seeds.holm([d.p for d in found])
+    assert found[0].mean < 0
+    assert temperature <= 0.05 < min(rest)
+    assert {d.seeds for d in found} == {20}
 
 
 def test_the_tables_of_the_page_can_be_made():
