@@ -281,7 +281,7 @@ class PrivacyStatement:
                 f"{covered}, for a split that is taken as fixed; not the metrics, which are of {self.holdout} held-out "
                 "private examples"
             )
-        return f"{covered}, and the metrics on the public test set; not the training loss"
+        return f"{covered}, and metrics on a public test set; not the training loss"
 
     def record(self) -> dict[str, Any]:
         """All of it as plain values, for the ledger; what only some runs have is left out where it is not."""
@@ -313,6 +313,7 @@ class PrivacyStatement:
             "released": "\n".join(textwrap.wrap(self.released, 66)),
             "randomness": entropy,
             "not counted": "other runs on these data: each tried setting costs its own;\n"
+            "what was computed from them before, a scaling or class weights;\n"
             "a stop that was chosen by looking at diagnostics",
         }
         lines = [f"({up(self.epsilon):g}, {self.delta:g})-differential privacy"]

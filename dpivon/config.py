@@ -138,7 +138,9 @@ def resolve(config: Config) -> Config:
     method = get(config.method)
     private = method.private
     if config.data not in DEFAULTS:
-        raise ValueError(f"unknown data {config.data!r}; choose one of {', '.join(DEFAULTS)}")
+        raise ValueError(
+            f"unknown data {config.data!r}; choose one of {', '.join(DEFAULTS)}, or name your own in config.DEFAULTS"
+        )
     if not private and (config.epsilon is not None or config.noise_multiplier is not None):
         raise ValueError(f"{config.method!r} is not private, so it takes no epsilon or noise_multiplier; try 'dp-sgd'")
     if config.epsilon is not None and config.noise_multiplier is not None:

@@ -75,7 +75,7 @@ class Images:
     Raises
     ------
     DataError
-        If a tensor has another form, or a label names no class.
+        If a tensor has another form or a value that is not finite, or a label names no class.
     """
 
     name: str
@@ -90,7 +90,11 @@ class Images:
             if x.ndim != 4 or x.dtype != torch.float32 or x.shape[1:] != self.x_train.shape[1:] or len(x) == 0:
                 raise DataError(
                     f"x_{part} must hold at least one float32 image as (N, C, H, W), in both parts of one shape, "
-                    f"got {x.dtype} of shape {tuple(x.shape)}"
+                    f"got {x.dtype} of shape {tuple(x.shape)}; a table of F columns is (N, 1, 1, F)"
+                )
+            if not x.isfinite().all():
+                raise DataError(
+                    f"x_{part} holds values that are not finite; put a public constant where one is missing"
                 )
             if y.dtype != torch.int64 or y.shape != x.shape[:1]:
                 raise DataError(

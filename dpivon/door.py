@@ -317,7 +317,8 @@ def check_door(model: nn.Module, optimizer: torch.optim.Optimizer, dataset: Data
     if getattr(loss, "weight", None) is not None or getattr(loss, "ignore_index", -100) != -100:
         raise ValueError(
             "a loss with class weights or ignore_index divides by what the batch holds, so one example rescales all "
-            "others before clipping; weight the classes in private_gradient's loss, or not at all"
+            "others before clipping; weight the classes in private_gradient's loss, by lambda output, y: "
+            "(F.cross_entropy(output, y, reduction='none') * weight[y]).mean() and a public weight, or not at all"
         )
     if {id(p) for p in trainable(model).values()} != {id(p) for g in optimizer.param_groups for p in g["params"]}:
         raise ValueError(
@@ -337,19 +338,29 @@ def nearby(parameters: list[Tensor]) -> list[Tensor]:
 def check_hooks_see_all(dp: DPOptimizer, hooks: AbstractGradSampleHooks, x: Tensor) -> None:
     """Refuse a model of whose gradient the hooks miss a part: ghost clipping would release it without a bound.
 
-    Tries one random example like x, of which it sees the shape alone, at weights none of which is zero.
+    Tries random examples like x, of which it sees the shape alone, at weights none of which is zero.
 
     Raises
     ------
     ValueError
-        a parameter is used outside of its layer, positions are folded into the batch, Opacus is wrong about a layer (it
-        takes every padding for one with zeros), or ghost clipping meets one parameter twice.
+        an example's output depends on the others, a parameter is used outside of its layer, positions are folded into
+        the batch, Opacus is wrong about a layer (it takes every padding for one with zeros), or ghost clipping meets
+        one parameter twice.
     """
     modes = {layer: layer.training for layer in hooks._module.modules()}
     try:
         with torch.random.fork_rng(devices=[]), held(dp.params, nearby(dp.params)):  # the same random numbers each time
+            pair = torch.rand(2, *x.shape, dtype=x.dtype) if x.is_floating_point() else torch.stack([x * 0] * 2)
+            x = pair[:1]
+            hooks._module.eval()
+            with torch.no_grad():
+                mixed = not torch.allclose(hooks._module(pair)[:1], hooks._module(x), rtol=1e-3, atol=1e-4)
+            if mixed:
+                raise ValueError(
+                    "what the model says of one example depends on the others in its batch (a mean over them?), so "
+                    "clipping one example's gradient bounds nothing; let forward() treat each example by itself"
+                )
             hooks._module.train()
-            x = torch.rand(1, *x.shape, dtype=x.dtype) if x.is_floating_point() else torch.zeros_like(x).unsqueeze(0)
             output = hooks._module(x)
             gradients = torch.autograd.grad((output * torch.randn_like(output)).sum(), dp.params)
         norms = [float(g.norm()) for g in gradients]

@@ -52,6 +52,23 @@ def check_examples_independent(model: nn.Module) -> None:
             )
 
 
+def check_loss(loss: Loss) -> None:
+    """Refuse class weights that would cancel: torch divides the mean loss by the weights of its labels, here just one.
+
+    Raises
+    ------
+    ValueError
+        naming a loss that weights the examples.
+    """
+    settings = loss.keywords if isinstance(loss, partial) else vars(loss) | getattr(loss, "_buffers", {})
+    mean = settings.get("reduction", "mean") == "mean"
+    if mean and settings.get("weight") is not None and not isinstance(loss, (nn.BCELoss, nn.BCEWithLogitsLoss)):
+        raise ValueError(
+            "class weights have no effect on the mean loss of one example, which torch divides by them; use lambda "
+            "output, y: (F.cross_entropy(output, y, reduction='none') * weight[y]).mean(), with a weight that is public"
+        )
+
+
 def check_precision(parameters: dict[str, nn.Parameter]) -> None:
     """Raise ValueError, naming the parameter, unless all are float32 or float64."""
     for name, p in parameters.items():
@@ -294,7 +311,8 @@ def clipped_sum(
     Raises
     ------
     ValueError
-        C is not positive, the model has no trainable parameter or one that is not real, or x and y disagree in length.
+        C is not positive, the model has no trainable parameter or one that is not real, x and y are no tensors or
+        disagree in length, or the loss weights classes in a way that cancels.
 
     Examples
     --------
@@ -312,6 +330,10 @@ def clipped_sum(
     """
     if not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm must be > 0, got {max_grad_norm}; 1.0 is a common start")
+    check_loss(loss)
+    strange = [type(leaf).__name__ for leaf in (*tree_leaves(x), y) if not isinstance(leaf, Tensor)]
+    if strange:
+        raise ValueError(f"x and y must be tensors, got {strange[0]}; torch.as_tensor makes one of an array")
     parameters = trainable(model)
     if not parameters:
         raise ValueError("the model has no trainable parameter; set requires_grad on those that should learn")
@@ -368,6 +390,7 @@ def mean_gradient(model: nn.Module, loss: Loss, x: Any, y: Tensor) -> tuple[list
     model, loss, x, y
         as in `per_example_gradients`; `loss` averages over the batch. An empty batch gives zeros.
     """
+    check_loss(loss)  # so that the twin trains the same loss
     parameters = list(trainable(model).values())
     if len(y) == 0:
         return [torch.zeros_like(p) for p in parameters], 0.0

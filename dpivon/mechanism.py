@@ -20,6 +20,7 @@ from opacus.optimizers import (
 )
 from torch import Tensor, nn
 
+from dpivon import accounting
 from dpivon.gradients import (
     Loss,
     check_examples_independent,
@@ -165,7 +166,7 @@ def mechanism(
     n
         N, the number of examples, of all processes together; the accountant uses q = b / N exactly.
     accountant
-        an Opacus accountant that counts each step.
+        an Opacus accountant that counts each step; None makes one, by Rényi differential privacy. See `statement`.
     generator
         source of the noise, on the parameters' device; None draws one from the operating system's entropy. Only the
         first process's is used.
@@ -186,10 +187,58 @@ def mechanism(
         expected_batch_size=batch_size / world,  # Opacus means each process's own
         generator=generator or new_generator(device=optimizer.param_groups[0]["params"][0].device),
     )
-    if accountant is not None:
-        dp.attach_step_hook(accountant.get_optimizer_hook_fn(sample_rate=batch_size / n))
+    dp.accountant = accounting.new_accountant("rdp") if accountant is None else accountant  # an empty one is false
+    dp.n, dp.seeded = n, generator is not None
+    dp.attach_step_hook(dp.accountant.get_optimizer_hook_fn(sample_rate=batch_size / n))
     set_noise_std(dp)
     return dp
+
+
+def statement(
+    dp: DPOptimizerFastGradientClipping, delta: float, simulation: bool | None = None
+) -> accounting.PrivacyStatement:
+    """The privacy statement of the steps that `dp` has taken so far, as its accountant has counted them.
+
+    Parameters
+    ----------
+    dp
+        from `mechanism`.
+    delta
+        delta_p, below 1 / N.
+    simulation
+        whether someone may know the seed; None says so wherever a generator was given.
+
+    Raises
+    ------
+    ValueError
+        delta is out of range, or nothing was released yet.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch.nn.functional import mse_loss
+    >>> from dpivon import mechanism
+    >>> net = torch.nn.Linear(3, 1)
+    >>> sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    >>> dp = mechanism.mechanism(
+    ...     sgd, noise_multiplier=2.0, max_grad_norm=0.5,
+    ...     batch_size=10, n=1000)
+    >>> x, y = torch.zeros(1000, 3), torch.zeros(1000, 1)
+    >>> for batch in mechanism.poisson_batches(1000, 10, steps=50):
+    ...     _ = mechanism.private_gradient(net, mse_loss, x[batch], y[batch], dp)
+    ...     sgd.step()
+    >>> said = mechanism.statement(dp, delta=1e-5)
+    >>> said.steps, round(said.epsilon, 2)
+    (50, 0.22)
+    """
+    if not dp.accountant.history:
+        raise ValueError("nothing was released yet; call private_gradient first")
+    (sigma, q, steps), *others = dp.accountant.history
+    return accounting.statement(
+        sigma, int(steps), delta, max_grad_norm=float(dp.max_grad_norm), batch_size=q * dp.n, n=dp.n,
+        accountant=dp.accountant.mechanism(), simulation=dp.seeded if simulation is None else simulation,
+        besides=others,
+    )  # fmt: skip
 
 
 def noise_std(dp: DPOptimizer) -> float:

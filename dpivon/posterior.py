@@ -1,13 +1,14 @@
-"""A posterior as one file that may be published: mean, variance, architecture, privacy statement, and nothing else.
+"""A posterior as one file that may be published: what predicts, the architecture and the privacy statement, no more.
 
-No generator's state, momentum or curvature goes in, and reading it executes no code and needs no training data.
+No generator's state, momentum or curvature goes in, and reading it executes no code and needs no training data. The
+network's buffers do go in, as they are: a mean of the training data that somebody put there would be published.
 """
 
 import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +17,28 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from dpivon import checkpoint, models, predict
+from dpivon import checkpoint, models, predict, snapshots
+from dpivon.gradients import trainable
 from dpivon.temperature import scaled
 
-FORMAT = "dpivon-posterior-1"  # the one key of the file's metadata: with two, their order would be by chance
+# The one key of the metadata: with two, their order would be by chance. Who knows the first form alone would take
+# the mean of a file with iterates for all of it.
+GAUSSIAN, ITERATES = "dpivon-posterior-1", "dpivon-posterior-2"
 
 
 @dataclass
 class Posterior:
-    """A Gaussian over the weights of a network, q(theta) = N(m, diag(sigma_v^2)), to predict with.
+    """A distribution over the weights of a network, to predict with: a Gaussian, or the iterates of one run.
+
+    .. math:: q(\\theta) = \\mathcal N(m, \\operatorname{diag}(\\sigma_v^2)) \\quad \\text{or} \\quad
+        q(\\theta) = \\frac1K \\sum_{k=1}^K \\delta(\\theta - \\theta_k)
 
     Parameters
     ----------
     model
         holds the mean m, in evaluation mode.
     variance
-        sigma_v^2 by parameter name; empty for a method that learns the mean alone.
+        sigma_v^2 by parameter name; empty for a method that learns the mean alone, or keeps iterates.
     architecture, shape, classes
         what `models.build` makes of them is `model`, unless the architecture is one of the user's own.
     privacy
@@ -40,6 +47,8 @@ class Posterior:
         source of the draws; None is torch's global one.
     temperature
         by which predictions are scaled, see `temperature.scaled`.
+    iterates
+        theta_1 to theta_K, each by parameter name; empty for a Gaussian.
     """
 
     model: nn.Module
@@ -50,27 +59,41 @@ class Posterior:
     privacy: dict[str, Any] | None = None
     generator: torch.Generator | None = None
     temperature: float = 1.0
+    iterates: list[dict[str, Tensor]] = field(default_factory=list)
+    next: int = field(default=0, init=False)
+
+    def draw(self) -> dict[str, Tensor]:
+        """Weights by name: the next of the iterates, round and round, or a draw from the Gaussian."""
+        if self.iterates:
+            self.next += 1
+            return self.iterates[(self.next - 1) % len(self.iterates)]
+        means, drawn = dict(self.model.named_parameters()), {}
+        for name, v in self.variance.items():
+            z = torch.randn(v.shape, generator=self.generator, dtype=v.dtype, device=v.device)
+            drawn[name] = torch.addcmul(means[name].detach(), v.sqrt(), z)
+        return drawn
 
     @contextmanager
     def sampled_params(self) -> Iterator[None]:
         """Within, the weights are a draw from the posterior; after, the mean again."""
-        parameters = dict(self.model.named_parameters())
-        means = {name: parameters[name].detach().clone() for name in self.variance}
+        drawn, parameters = self.draw(), dict(self.model.named_parameters())
+        means = {name: parameters[name].detach().clone() for name in drawn}
         try:
             with torch.no_grad():
-                for name, variance in self.variance.items():
-                    z = torch.randn(
-                        variance.shape, generator=self.generator, dtype=variance.dtype, device=variance.device
-                    )
-                    parameters[name].addcmul_(variance.sqrt(), z)
+                for name, value in drawn.items():
+                    parameters[name].copy_(value)
             yield
         finally:
             with torch.no_grad():
                 for name, mean in means.items():
                     parameters[name].copy_(mean)
 
-    def log_probs(self, x: Tensor, samples: int = 32) -> Tensor:
-        """Log probabilities (n, classes) for inputs (n, ...), averaged over draws; at the mean where `samples` is 0."""
+    def log_probs(self, x: Tensor, samples: int | None = None) -> Tensor:
+        """Log probabilities (n, classes) for inputs (n, ...), averaged over `samples` draws; 0 is at the mean.
+
+        None is every iterate once, or 32 draws from a Gaussian.
+        """
+        samples = (len(self.iterates) or 32) if samples is None else samples
         return scaled(predict.log_probs(self.model, x, self, samples), self.temperature)
 
 
@@ -82,8 +105,8 @@ def save(
     architecture: str,
     shape: tuple[int, ...],
     classes: int,
-    privacy: dict[str, Any] | None = None,
-    temperature: float = 1.0,
+    privacy: Any = None,
+    temperature: float | None = None,
 ) -> None:
     """Write the posterior of `optimizer` around the mean in `model` to `path`, whole or not at all.
 
@@ -94,20 +117,21 @@ def save(
     model
         whose parameters hold the mean. Save outside of `sampled_params()`, or a draw is saved as the mean.
     optimizer
-        an `ivon.IVON`, or what `mechanism` made of it, whose variances are saved; of any other only the mean is.
+        an `ivon.IVON`, or what `mechanism` made of it, whose variances are saved; an optimizer that kept iterates
+        (see `snapshots`), or these, which are saved; of any other only the mean is.
     architecture
         a name in `models.MODELS`, or a name for a network of one's own.
     shape, classes
         as for `models.build`.
     privacy
-        the record of a privacy statement, to travel with the weights.
+        a privacy statement or its record, to travel with the weights.
     temperature
-        by which predictions are to be scaled.
+        by which predictions are to be scaled; None where none was chosen.
 
     Raises
     ------
     ValueError
-        a value is not finite.
+        a value is not finite, or the statement tells of a temperature and none is given.
     RuntimeError
         the parameters are a draw.
     OSError
@@ -117,17 +141,26 @@ def save(
     optimizer = getattr(optimizer, "original_optimizer", optimizer)  # what Opacus wraps knows the variance
     if drawing or getattr(optimizer, "drawing", False):
         raise RuntimeError("the parameters are a draw, not the mean; save after `sampled_params()`")
+    privacy = privacy.record() if hasattr(privacy, "record") else privacy
+    if temperature is None and privacy is not None and privacy.get("set_aside"):
+        raise ValueError("the privacy statement tells of a temperature; give it too, or the predictions are others")
+    if hasattr(optimizer, "kept_at"):
+        optimizer = snapshots.kept(model, optimizer)
     names = {id(p): name for name, p in model.named_parameters()}
     variances = optimizer.variance() if hasattr(optimizer, "variance") else {}
     tensors = {f"mean.{name}": value for name, value in model.state_dict().items()}
     tensors |= {f"variance.{names[id(p)]}": value for p, value in variances.items()}
+    kept = isinstance(optimizer, (snapshots.Kept, snapshots.Stored))
+    for k in range(len(optimizer) if kept else 0):
+        with optimizer.sampled_params():
+            tensors |= {f"iterate.{k:06}.{name}": p.detach().clone() for name, p in trainable(model).items()}
     bad = [name for name, value in tensors.items() if not value.isfinite().all()]
     if bad:
         raise ValueError(f"{bad[0]!r} is not finite: training diverged; lower the learning rate")
     about = {"architecture": architecture, "shape": list(shape), "classes": classes, "privacy": privacy}
-    if temperature != 1:
+    if temperature is not None and temperature != 1:
         about["temperature"] = temperature
-    metadata = {FORMAT: json.dumps(about)}
+    metadata = {ITERATES if kept else GAUSSIAN: json.dumps(about)}
     copies = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     checkpoint.write(path, safetensors.torch.save(copies, metadata), secret=False)
 
@@ -165,10 +198,11 @@ def load(path: str | Path, model: nn.Module | None = None) -> Posterior:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is not a dict
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path} is not a whole posterior file ({error}); export it anew") from error
-    if FORMAT not in metadata:
+    form = next((form for form in (GAUSSIAN, ITERATES) if form in metadata), None)
+    if form is None:
         raise ValueError(f"{path} is a safetensors file, but not a posterior of dpivon; posterior.save writes one")
     try:
-        about = json.loads(metadata[FORMAT])
+        about = json.loads(metadata[form])
         architecture, shape, classes, privacy = (about[k] for k in ("architecture", "shape", "classes", "privacy"))
         temperature = float(about.get("temperature", 1.0))
         whole = isinstance(architecture, str) and all(type(size) is int for size in (*shape, classes))
@@ -184,8 +218,13 @@ def load(path: str | Path, model: nn.Module | None = None) -> Posterior:
                 "posterior.load(path, model)"
             )
         model = models.build(architecture, shape, classes)
-    mean = {name.removeprefix("mean."): value for name, value in tensors.items() if name.startswith("mean.")}
-    variance = {name.removeprefix("variance."): v for name, v in tensors.items() if name.startswith("variance.")}
+    parts: dict[str, dict[str, Tensor]] = {"mean": {}, "variance": {}}
+    for name, value in sorted(tensors.items()):
+        kind, _, rest = name.partition(".")
+        if kind == "iterate":
+            kind, _, rest = rest.partition(".")
+        parts.setdefault(kind, {})[rest] = value
+    mean, variance = parts.pop("mean"), parts.pop("variance")
     bad = [name for name, value in tensors.items() if not value.isfinite().all()]
     if bad:
         raise ValueError(f"{path} holds values of {bad[0]!r} that are not finite; export it anew")
@@ -193,7 +232,11 @@ def load(path: str | Path, model: nn.Module | None = None) -> Posterior:
         model.load_state_dict(mean)
     except RuntimeError as error:
         raise ValueError(f"{path} does not fit this {architecture}: {error}") from error
-    wrong = [name for name, value in variance.items() if name not in mean or value.shape != mean[name].shape]
-    if wrong or any(not (value >= 0).all() for value in variance.values()):
-        raise ValueError(f"{path} holds variances that are negative or belong to no weight; export it anew")
-    return Posterior(model.eval(), variance, architecture, tuple(shape), classes, privacy, temperature=temperature)
+    weights = {name: p.shape for name, p in model.named_parameters()}
+    of_none = [name for part in (variance, *parts.values()) for name in part if part[name].shape != weights.get(name)]
+    if of_none or any(not (value >= 0).all() for value in variance.values()):
+        raise ValueError(f"{path} holds variances that are negative or values of no weight; export it anew")
+    return Posterior(
+        model.eval(), variance, architecture, tuple(shape), classes, privacy, temperature=temperature,
+        iterates=list(parts.values()),
+    )  # fmt: skip

@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 
 @torch.no_grad()
-def log_probs(model: nn.Module, x: Tensor, optimizer: Any = None, samples: int = 0, chunk: int = 1000) -> Tensor:
+def log_probs(model: nn.Module, x: Any, optimizer: Any = None, samples: int = 0, chunk: int = 1000) -> Tensor:
     """Log of the predicted probabilities, averaged over `samples` draws of the weights, or at the mean.
 
     .. math:: p(y \\mid x) = \\frac{1}{K} \\sum_k p(y \\mid x, \\theta_k), \\qquad \\theta_k \\sim q(\\theta)
@@ -18,7 +19,7 @@ def log_probs(model: nn.Module, x: Tensor, optimizer: Any = None, samples: int =
     model
         gives logits (n, classes).
     x
-        (n, ...), cut into chunks to save memory.
+        (n, ...), or a dict, list or tuple of such tensors; cut into chunks to save memory.
     optimizer
         whose `sampled_params()` draws the weights; needed when samples > 0.
     samples
@@ -55,8 +56,12 @@ def log_probs(model: nn.Module, x: Tensor, optimizer: Any = None, samples: int =
     if samples < 0 or (samples > 0 and not hasattr(optimizer, "sampled_params")):
         raise ValueError(f"samples must be >= 0, and needs an optimizer with sampled_params(); got {samples}")
 
+    def part(start: int) -> Any:
+        return tree_map(lambda t: t[start : start + chunk], x)
+
     def once() -> Tensor:
-        return torch.cat([model(part).log_softmax(1) for part in x.split(chunk)])
+        starts = range(0, max(len(tree_leaves(x)[0]), 1), chunk)
+        return torch.cat([model(part(start)).log_softmax(1) for start in starts])
 
     training = model.training
     model.eval()

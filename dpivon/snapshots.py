@@ -132,6 +132,10 @@ class Stored:
         if not self.files:
             raise ValueError(f"{folder} holds no iterate: they are written in the second half of its `steps`")
 
+    def __len__(self) -> int:
+        """K."""
+        return len(self.files)
+
     @contextmanager
     def sampled_params(self) -> Iterator[None]:
         """Within, the parameters are a stored iterate, the next with each use; after, what they were.
@@ -177,6 +181,10 @@ class Kept:
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer, self.next = optimizer, 0
+
+    def __len__(self) -> int:
+        """K."""
+        return max((len(state.get("snapshots", ())) for state in self.optimizer.state.values()), default=0)
 
     @contextmanager
     def sampled_params(self) -> Iterator[None]:

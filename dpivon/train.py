@@ -110,6 +110,11 @@ def run(
     gc.collect()  # an earlier run refers to itself through its schedule, and would keep its data until Python looks
     if root is not None and not Path(root).exists():
         raise ValueError(f"root {root} does not exist; create it to download into it, or give the place of the data")
+    if images is not None and images.name != config.data:
+        raise ValueError(
+            f"the images are called {images.name!r} and config.data {config.data!r}, so the record would name other "
+            "data; give both one name, with an entry in config.DEFAULTS"
+        )
     images = (images if images is not None else data.load(config.data, root)).to(device)
     if shifted and min(images.shape[1:]) < 8:  # a row of numbers has no blur
         raise ValueError(f"shifted needs images, {images.name!r} has shape {images.shape}; use 'digits' or 'cifar10'")
@@ -184,7 +189,7 @@ def run(
         posterior.save(
             export_path, now.model, now.posterior(), architecture=config.model, shape=images.shape,
             classes=images.classes, privacy=None if privacy is None else privacy.record(),
-            temperature=now.temperature or 1.0,
+            temperature=now.temperature,
         )  # fmt: skip
     record = {
         "schema": ledger.SCHEMA,

@@ -161,7 +161,7 @@ def test_canaries_are_as_loud_as_clipping_allows_and_disturb_nobody(digits):
     """In the private gradient without noise, a canary that is in moves its own weight by C / b, and nothing else."""
     included = audit.coins(50, seed=0)
     images = audit.plant(digits, included)
-    now = audit.started(train.resolve(train.Config(noise_multiplier=0.0, seed=0)), digits, 50, images)
+    now = audit.started(train.resolve(train.Config(method="dp-sgd", noise_multiplier=0.0, seed=0)), digits, 50, images)
     now.dp.noise_multiplier = 0.0
     now.gradient(now.model, now.loss, images.x_train[-50:], images.y_train[-50:])
     expected = included.float() * now.config.max_grad_norm / now.config.batch_size
@@ -186,9 +186,10 @@ def test_every_private_method_passes(digits, name):
 
 def test_the_attack_on_predictions_sees_a_model_that_is_hardly_private(digits):
     """At a claim of almost nothing it certifies something; a stated epsilon of 2 it does not refute."""
-    weak = audit.black_box(train.Config(noise_multiplier=1e-3, epochs=40, seed=0, max_grad_norm=20.0), digits)
+    hardly = train.Config(method="dp-sgd", noise_multiplier=1e-3, epochs=40, seed=0, max_grad_norm=20.0)
+    weak = audit.black_box(hardly, digits)
     assert weak.epsilon > 0.5
-    assert not audit.black_box(train.Config(epsilon=2.0, epochs=10, seed=0), digits).rejected
+    assert not audit.black_box(train.Config(method="dp-sgd", epsilon=2.0, epochs=10, seed=0), digits).rejected
 
 
 def test_the_attack_on_predictions_reads_every_kind_of_network(digits):
@@ -204,10 +205,10 @@ def test_an_audit_needs_a_seed_and_a_claim(digits):
     with pytest.raises(ValueError, match="canaries must be at least 1, got 0"):
         audit.full_batch(noise_multiplier=1.0, canaries=0)
     with pytest.raises(ValueError, match="give the configuration a seed"):
-        audit.white_box(train.Config(), digits)
+        audit.white_box(train.Config(method="dp-sgd"), digits)
     with pytest.raises(ValueError, match="an audit trains on all examples, and holdout is 9"):
-        audit.white_box(train.Config(seed=0, holdout=9), digits)
+        audit.white_box(train.Config(method="dp-sgd", seed=0, holdout=9), digits)
     with pytest.raises(ValueError, match="'sgd' makes no claim"):
         audit.white_box(train.Config(method="sgd", seed=0), digits)
     with pytest.raises(ValueError, match=r"canaries must be fewer than the 1438 training images, got 5000"):
-        audit.black_box(train.Config(seed=0), digits, canaries=5000)
+        audit.black_box(train.Config(method="dp-sgd", seed=0), digits, canaries=5000)

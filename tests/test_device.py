@@ -8,7 +8,7 @@ import torch
 from dpivon import data, mechanism, methods, train
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-SMALL = train.Config(batch_size=100, epochs=1, seed=0)
+SMALL = train.Config(method="dp-sgd", batch_size=100, epochs=1, seed=0)
 
 
 def test_a_missing_gpu_is_named():

@@ -129,4 +129,4 @@ def test_the_number_of_members_is_checked():
         with pytest.raises(ValueError, match=f"members must be a whole number >= 1, got {members}"):
             ensemble.Ensemble(torch.nn.Linear(1, 1), members)
     with pytest.raises(ValueError, match="'dp-sgd' does not read members"):
-        train.resolve(train.Config(members=3))
+        train.resolve(train.Config(method="dp-sgd", members=3))

@@ -158,7 +158,8 @@ def tiny(n, channels=1, size=8, classes=2):
 
 
 def test_one_example_is_a_data_set():
-    record = train.run(train.Config(batch_size=1, epochs=5, delta=0.5, noise_multiplier=1.0, seed=0), images=tiny(1))
+    config = train.Config(method="dp-sgd", batch_size=1, epochs=5, delta=0.5, noise_multiplier=1.0, seed=0)
+    record = train.run(config, images=tiny(1))
     assert record["results"]["steps"] == 5
     assert record["privacy"]["sample_rate"] == 1.0
 
@@ -180,14 +181,17 @@ def test_labels_out_of_range_are_refused():
 def test_greyscale_images_train(model):
     images = tiny(20, channels=1, size=32)
     record = train.run(
-        train.Config(model=model, batch_size=10, epochs=1, noise_multiplier=1.0, delta=1e-2, seed=0), images=images
+        train.Config(method="dp-sgd", model=model, batch_size=10, epochs=1, noise_multiplier=1.0, delta=1e-2, seed=0),
+        images=images,
     )
     assert record["status"] == "finished"
 
 
 def test_images_too_small_for_the_network_are_named():
     with pytest.raises(ValueError, match="lenet"):
-        train.run(train.Config(model="lenet", batch_size=1, seed=0, delta=1e-2), images=tiny(4, size=4))
+        train.run(
+            train.Config(method="dp-sgd", model="lenet", batch_size=1, seed=0, delta=1e-2), images=tiny(4, size=4)
+        )
 
 
 def test_a_batch_whose_gradients_do_not_fit_in_memory_is_no_obstacle():

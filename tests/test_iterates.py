@@ -123,7 +123,7 @@ def test_the_update_changes_with_the_noise_and_with_c(name):
 def test_the_schedule_is_constant_unless_it_is_given():
     assert train.resolve(train.Config(method="dp-sgd-average")).schedule == "constant"
     assert train.resolve(train.Config(method="dp-sgd-average", schedule="cosine")).schedule == "cosine"
-    assert train.resolve(train.Config()).schedule == "cosine"
+    assert train.resolve(train.Config(method="dp-sgd")).schedule == "cosine"
 
 
 def test_nothing_to_average_is_refused():

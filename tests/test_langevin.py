@@ -169,7 +169,7 @@ def test_a_folder_that_cannot_serve_is_named(tmp_path):
         train.run(config, images=images, samples_path=tmp_path / "file")
     (tmp_path / "file").unlink()
     with pytest.raises(ValueError, match="'dp-sgd' keeps no iterates"):
-        train.run(train.Config(noise_multiplier=3.0), images=images, samples_path=tmp_path)
+        train.run(train.Config(method="dp-sgd", noise_multiplier=3.0), images=images, samples_path=tmp_path)
     with pytest.raises(ValueError, match="holds no iterate"):
         snapshots.Stored([], tmp_path)
     train.run(config, images=images, samples_path=tmp_path)

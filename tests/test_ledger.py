@@ -16,7 +16,7 @@ from dpivon import ledger, train
 
 
 def record(seed=0):
-    config = asdict(train.resolve(train.Config(seed=seed)))
+    config = asdict(train.resolve(train.Config(method="dp-sgd", seed=seed)))
     return {
         "schema": ledger.SCHEMA,
         "recipe": 1,
@@ -43,7 +43,7 @@ def test_what_is_written_is_read_back(tmp_path):
 
 
 def test_the_key_depends_on_configuration_and_recipe_only():
-    config = asdict(train.Config(seed=1))
+    config = asdict(train.Config(method="dp-sgd", seed=1))
     assert ledger.key(config, 1) == ledger.key(dict(reversed(config.items())), 1)
     assert ledger.key(config, 1) != ledger.key(config, 2)
     assert ledger.key(config, 1) != ledger.key({**config, "seed": 2}, 1)

@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from dpivon import adaptive, data, mechanism, models, posterior, predict, train
+from dpivon import adaptive, data, mechanism, metrics, models, posterior, predict, train
 from dpivon.ivon import IVON
 
 SHAPE, CLASSES = (1, 8, 8), 10
@@ -124,13 +124,13 @@ def test_what_is_not_a_posterior_is_refused(learned, tmp_path):
         spoiled = {name: value.clone() for name, value in tensors.items()}
         change(spoiled)
         path.write_bytes(safetensors.torch.save(spoiled, metadata))
-        with pytest.raises(ValueError, match="negative or belong to no weight"):
+        with pytest.raises(ValueError, match="negative or values of no weight"):
             posterior.load(path)
 
 
 @pytest.mark.parametrize("about", ["[]", "{}", "no json", '{"architecture": ["mlp"], "shape": 3, "classes": 10}'])
 def test_a_file_that_does_not_say_what_it_holds_is_refused(tmp_path, about):
-    (tmp_path / "p").write_bytes(safetensors.torch.save({"mean.x": torch.ones(2)}, {posterior.FORMAT: about}))
+    (tmp_path / "p").write_bytes(safetensors.torch.save({"mean.x": torch.ones(2)}, {posterior.GAUSSIAN: about}))
     with pytest.raises(ValueError, match="does not say what network it holds"):
         posterior.load(tmp_path / "p")
 
@@ -198,7 +198,48 @@ def test_a_temperature_travels_with_the_posterior(learned, tmp_path):
     torch.testing.assert_close(got.log_probs(x, samples=0), expected)
     posterior.save(tmp_path / "q", model, optimizer, **ABOUT)
     assert posterior.load(tmp_path / "q").temperature == 1
+    with pytest.raises(ValueError, match="tells of a temperature; give it too"):
+        posterior.save(tmp_path / "q", model, optimizer, **ABOUT, privacy={"set_aside": 3})
     about = '{"architecture": "mlp", "shape": [1, 8, 8], "classes": 10, "privacy": null, "temperature": -1.0}'
-    (tmp_path / "r").write_bytes(safetensors.torch.save({"mean.x": torch.ones(2)}, {posterior.FORMAT: about}))
+    (tmp_path / "r").write_bytes(safetensors.torch.save({"mean.x": torch.ones(2)}, {posterior.GAUSSIAN: about}))
     with pytest.raises(ValueError, match="does not say what network it holds"):
         posterior.load(tmp_path / "r")
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("method", ["dp-sgd-snapshots", "dp-ivon-snapshots", "dp-sgld"])
+def test_kept_iterates_are_exported_and_predict_as_the_run_did(tmp_path, method, stored):
+    config = train.Config(method=method, epsilon=3, epochs=4, samples=5, calibration=0.1, seed=0)
+    (tmp_path / "iterates").mkdir()
+    images = data.digits()
+    where = {"samples_path": tmp_path / "iterates"} if stored else {}
+    record = train.run(config, images=images, export_path=tmp_path / "p", **where)
+    got = posterior.load(tmp_path / "p")
+    assert len(got.iterates) == 5
+    assert got.variance == {}
+    before = {name: p.detach().clone() for name, p in got.model.named_parameters()}
+    found = metrics.evaluate(got.log_probs(images.x_test), images.y_test)
+    assert found == pytest.approx(record["results"]["samples"], abs=1e-6)
+    at_mean = metrics.evaluate(got.log_probs(images.x_test, samples=0), images.y_test)
+    assert at_mean == pytest.approx(record["results"]["mean"], abs=1e-6)
+    assert abs(found["nll"] - at_mean["nll"]) > 1e-3
+    assert all(torch.equal(p, before[name]) for name, p in got.model.named_parameters())
+    assert got.privacy == record["privacy"]
+
+
+def test_an_iterate_of_another_network_is_refused(tmp_path):
+    config = train.resolve(train.Config(method="dp-sgd-snapshots", epochs=1, samples=2, seed=0))
+    run = train.Run(config, data.digits())
+    train.train(run, None, lambda line: None)
+    posterior.save(tmp_path / "p", run.model, run.optimizer, **ABOUT, privacy=run.statement())  # the optimizer will do
+    got = posterior.load(tmp_path / "p")
+    assert len(got.iterates) == 2
+    assert got.privacy == run.statement().record()
+    whole = (tmp_path / "p").read_bytes()
+    with safetensors.safe_open(tmp_path / "p", framework="pt") as file:
+        metadata = file.metadata()
+    assert posterior.GAUSSIAN not in metadata  # who knows that form alone must not take the mean for all
+    tensors = {**safetensors.torch.load(whole), "iterate.000001.none": torch.ones(1)}
+    (tmp_path / "p").write_bytes(safetensors.torch.save(tensors, metadata))
+    with pytest.raises(ValueError, match="values of no weight"):
+        posterior.load(tmp_path / "p")

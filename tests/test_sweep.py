@@ -71,7 +71,7 @@ def test_settings_have_one_key_whether_they_come_from_a_grid_the_command_line_or
     configs = read(grid.grid)
     assert sweep.key(configs[0]) == ledger.key(asdict(configs[0]), train.RECIPE)
     assert sweep.key(replace(configs[0], epochs=1)) == sweep.key(configs[0])
-    default = train.Config(seed=0, noise_multiplier=1)
+    default = train.Config(method="dp-sgd", seed=0, noise_multiplier=1)
     assert sweep.key(train.resolve(default)) == sweep.key(train.resolve(replace(default, epochs=30.0)))
     assert sweep.key(configs[0]) != sweep.key(configs[0], train.RECIPE + 1)
 
@@ -283,7 +283,7 @@ def test_a_dry_run_lists_what_there_is_and_how_long_the_rest_takes(grid, serial,
 
 
 def test_expected_seconds_come_from_runs_of_the_same_kind():
-    config = train.resolve(train.Config(epochs=10.0))
+    config = train.resolve(train.Config(method="dp-sgd", epochs=10.0))
 
     def record(seconds, status="finished", **changes):
         return {"status": status, "seconds": seconds, "config": asdict(replace(config, **changes))}

@@ -175,7 +175,7 @@ def test_any_method_takes_a_share_and_a_wrong_one_is_named(digits):
     assert record["privacy"] is None
     for share in (0.0, 1.0, 150.0):
         with pytest.raises(ValueError, match="calibration must be between 0 and 1"):
-            train.resolve(train.Config(calibration=share))
+            train.resolve(train.Config(method="dp-sgd", calibration=share))
 
 
 def test_so_much_noise_that_epsilon_rounds_to_zero_ends_well(digits):

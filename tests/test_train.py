@@ -15,7 +15,7 @@ import torch
 
 from dpivon import accounting, checkpoint, data, ledger, mechanism, methods, processes, train
 
-SMALL = train.Config(data="digits", epsilon=3.0, epochs=3, seed=7)
+SMALL = train.Config(method="dp-sgd", data="digits", epsilon=3.0, epochs=3, seed=7)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def weights(now):
 
 
 def test_digits_are_learned_privately_within_the_budget(digits):
-    record = train.run(train.Config(epsilon=3.0, seed=0), images=digits)
+    record = train.run(train.Config(method="dp-sgd", epsilon=3.0, seed=0), images=digits)
     assert record["results"]["mean"]["accuracy"] > 0.9
     privacy = record["privacy"]
     assert 2.9 < privacy["epsilon"] <= 3.0
@@ -357,7 +357,7 @@ def test_a_statement_rounds_epsilon_up_and_says_when_there_is_none():
 
 @pytest.mark.cifar10
 def test_cifar10_learns_something_in_a_fraction_of_an_epoch(cifar10_root):
-    config = train.Config(data="cifar10", epsilon=3.0, epochs=0.5, batch_size=512, seed=0)
+    config = train.Config(method="dp-sgd", data="cifar10", epsilon=3.0, epochs=0.5, batch_size=512, seed=0)
     record = train.run(config, root=cifar10_root)
     assert record["config"]["model"] == "lenet"
     assert record["privacy"]["sample_rate"] == 512 / 50_000
@@ -390,7 +390,7 @@ def test_the_scale_of_squared_gradients_is_a_setting(digits):
 
 def test_a_row_of_numbers_has_no_blur() -> None:
     with pytest.raises(ValueError, match=r"'tumors' has shape \(1, 1, 30\)"):
-        train.run(train.Config(data="tumors", epochs=1, seed=0), shifted=True)
+        train.run(train.Config(method="dp-sgd", data="tumors", epochs=1, seed=0), shifted=True)
 
 
 def test_a_run_is_evaluated_under_shift_when_asked(digits):

@@ -11,7 +11,7 @@ import torch
 from dpivon import audit, data, train
 from dpivon.gradients import per_example_gradients, trainable
 
-CONFIG = train.Config(epsilon=2.0, epochs=3)
+CONFIG = train.Config(method="dp-sgd", epsilon=2.0, epochs=3)
 
 
 def precision(now: train.Run) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from dpivon import audit, data, train
 
 EXACT = "tests/test_mutants.py::test_the_law_of_the_batches"
-CONFIG = train.Config(epsilon=2.0, epochs=6)
+CONFIG = train.Config(method="dp-sgd", epsilon=2.0, epochs=6)
 
 
 def batches(n: int, batch_size: int, steps: int, generator: torch.Generator) -> Iterator[Tensor]:
