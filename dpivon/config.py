@@ -170,6 +170,8 @@ def resolve(config: Config) -> Config:
             raise ValueError(f"{name} must be 0, or between 1e-9 and {largest:g} in size, got {value}")
     if not 0 < config.epochs < math.inf:
         raise ValueError(f"epochs must be finite and > 0, got {config.epochs}")
+    if config.schedule not in ("cosine", "constant"):
+        raise ValueError(f"schedule must be 'cosine' or 'constant', got {config.schedule!r}")
     if config.calibration is not None and not 0 < config.calibration < 1:
         raise ValueError(f"calibration must be between 0 and 1, a share of the examples, got {config.calibration}")
     if config.seed is not None and config.seed < 0:

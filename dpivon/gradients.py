@@ -311,8 +311,8 @@ def clipped_sum(
     Raises
     ------
     ValueError
-        C is not positive, the model has no trainable parameter or one that is not real, x and y are no tensors or
-        disagree in length, or the loss weights classes in a way that cancels.
+        C or `chunk_size` is not positive, the model has no trainable parameter or one that is not real, x and y are no
+        tensors or disagree in length, or the loss weights classes in a way that cancels.
 
     Examples
     --------
@@ -334,6 +334,8 @@ def clipped_sum(
     strange = [type(leaf).__name__ for leaf in (*tree_leaves(x), y) if not isinstance(leaf, Tensor)]
     if strange:
         raise ValueError(f"x and y must be tensors, got {strange[0]}; torch.as_tensor makes one of an array")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}; None chooses by the model's size")
     parameters = trainable(model)
     if not parameters:
         raise ValueError("the model has no trainable parameter; set requires_grad on those that should learn")

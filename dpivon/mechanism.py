@@ -373,10 +373,11 @@ def draws(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], samp
     """
     if samples < 1:
         raise ValueError(f"samples must be at least 1, got {samples}")
-    if samples > 1 and getattr(optimizer, "curvature", None) == "price":
+    curvature = getattr(optimizer, "curvature", "")
+    if samples > 1 and curvature.startswith("price"):
         raise ValueError(
-            "curvature 'price' multiplies each gradient by its own theta - m, but clipping sees only the average over "
-            f"the {samples} draws, and the pairs are lost; take samples=1, or a curvature of squared gradients"
+            f"curvature {curvature!r} multiplies each gradient by its own theta - m, but clipping sees only the "
+            f"average over the {samples} draws, and the pairs are lost; take samples=1, or squared gradients"
         )
     within = any(hasattr(p, "epsilon") for p in parameters)  # the network draws, and its parameters stay as they are
     if within or (samples > 1 and hasattr(optimizer, "epsilon")):

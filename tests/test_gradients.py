@@ -327,5 +327,7 @@ def test_errors_name_value_and_remedy(problem):
         gradients.clipped_sum(model, F.cross_entropy, x, y, float("nan"))
     with pytest.raises(ValueError, match=r"same number of examples, got \[22, 23\]"):
         gradients.clipped_sum(model, F.cross_entropy, x, y[1:], 1.0)
+    with pytest.raises(ValueError, match="chunk_size must be at least 1, got -9"):  # which would never end
+        gradients.clipped_sum(model, F.cross_entropy, x, y, 1.0, chunk_size=-9)
     with pytest.raises(ValueError, match="no trainable parameter"):
         gradients.clipped_sum(model.requires_grad_(False), F.cross_entropy, x, y, 1.0)

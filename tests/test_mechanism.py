@@ -243,9 +243,13 @@ def test_one_draw_is_the_ordinary_loop(images, curvature):
         torch.testing.assert_close(optimizer.state[p]["h"], usual.state[q]["h"], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("curvature", ["price", "price-block", "price-shrink"])
+def test_prices_estimates_are_not_averaged_over_draws(images, curvature):
+    with pytest.raises(ValueError, match=rf"'{curvature}' multiplies each gradient by its own theta - m, but clipping"):
+        several(images, 2, curvature)
+
+
 def test_several_draws_where_they_have_no_meaning(images):
-    with pytest.raises(ValueError, match=r"'price' multiplies each gradient by its own theta - m, but clipping sees"):
-        several(images, 2, "price")
     with pytest.raises(ValueError, match="samples must be at least 1, got 0"):
         several(images, 0)
     model = network()

@@ -308,6 +308,7 @@ def test_at_strong_privacy_two_thirds_of_the_coordinates_are_below_the_noise(dig
         ({"model": "lenet"}, "lenet needs images of at least 16 x 16, got 8 x 8"),
         ({"method": "nonsense"}, "unknown method 'nonsense'"),
         ({"data": "mnist"}, "unknown data 'mnist'"),
+        ({"schedule": "linear"}, "schedule must be 'cosine' or 'constant', got 'linear'"),
         ({"accountant": "gdp"}, "accountant must be one of rdp, prv, got 'gdp'"),
         ({"samples": -1}, "samples and holdout must be >= 0, got -1"),
         ({"holdout": 5000}, "holdout must be below the 1438 training examples, got 5000"),
