@@ -93,7 +93,7 @@ def field(text: str) -> str:
         raise ValueError(f"run {key} of {file!r} says nothing under {name!r} that fits into a line")
     if not form:
         return f"{found:,}" if type(found) is int else str(found)
-    return f"{accounting.up(found):g}" if form[0] == "up" else format(found, form[0])
+    return f"{accounting.up(found):.15g}" if form[0] == "up" else format(found, form[0])
 
 
 def statement(file: str, key: str) -> str:
@@ -139,7 +139,7 @@ def together(text: str) -> str:
         raise ValueError(f"runs with different delta or accountant do not add up: {sorted(settings)}")
     delta, accountant = settings.pop()
     (noise, rate, steps), *besides = events
-    return f"{accounting.up(accounting.epsilon(noise, rate, steps, delta, accountant, besides)):g}"
+    return f"{accounting.up(accounting.epsilon(noise, rate, steps, delta, accountant, besides)):.15g}"
 
 
 Runs = dict[str, list[dict[str, Any]]]  # of each method, one for each seed
@@ -313,7 +313,7 @@ def budget(runs: Runs) -> str:
     spent = {records.value(r, "epsilon") for group in runs.values() for r in group}
     if None in spent:
         return "without privacy" if len(spent) == 1 else "with and without privacy"
-    return "ε = " + " to ".join(f"{accounting.up(e):g}" for e in sorted({min(spent), max(spent)}))
+    return "ε = " + " to ".join(f"{accounting.up(e):.15g}" for e in sorted({min(spent), max(spent)}))
 
 
 class Table(NamedTuple):

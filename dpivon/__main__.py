@@ -252,11 +252,11 @@ def summary(record: dict) -> str:
                 f"{where}, {how}: accuracy {value['accuracy']:.3f}  NLL {value['nll']:.3f}  ECE {value['ece']:.3f}  "
                 f"Brier {value['brier']:.3f}  confidence - accuracy {value['overconfidence']:+.3f}"
             )
+    if "temperature" in record["results"]:
+        lines.append(f"at temperature {record['results']['temperature']:.3g}, which was chosen on examples set aside")
     privacy = record["privacy"]
     if privacy is None:
         return "\n".join([*lines, "not private"])
-    if "temperature" in record["results"]:
-        lines.append(f"at temperature {record['results']['temperature']:.3g}, which was chosen on examples set aside")
     known = accounting.PrivacyStatement.__dataclass_fields__
     fields = {name: value for name, value in privacy.items() if name in known}
     return "\n".join([*lines, str(accounting.PrivacyStatement(**fields))])

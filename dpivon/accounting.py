@@ -305,7 +305,7 @@ class PrivacyStatement:
             "mechanism": f"Gaussian, sigma {self.noise_multiplier:.4g}, clipping norm {self.max_grad_norm:g}, "
             f"{self.steps} steps",
             "besides": "\n".join(f"Gaussian, sigma {sigma:.4g}, q = {q:g}, steps: {t}" for sigma, q, t in self.besides),
-            "temperature": f"exponential mechanism, epsilon {up(self.temperature_epsilon):g}, on {self.set_aside} "
+            "temperature": f"exponential mechanism, epsilon {up(self.temperature_epsilon):.15g}, on {self.set_aside} "
             "examples\nthat training has not seen: the larger epsilon counts; the sizes of\n"
             "both parts are taken as public",
             "sampler": f"{self.sampler}, q = {self.batch_size:g} / {self.n}",
@@ -316,7 +316,7 @@ class PrivacyStatement:
             "what was computed from them before, a scaling or class weights;\n"
             "a stop that was chosen by looking at diagnostics",
         }
-        lines = [f"({up(self.epsilon):g}, {self.delta:g})-differential privacy"]
+        lines = [f"({up(self.epsilon):.15g}, {self.delta:g})-differential privacy"]
         for name, text in rows.items():
             if not text or (name == "temperature" and not self.set_aside):
                 continue

@@ -138,7 +138,8 @@ def cost(records: Sequence[Mapping[str, Any]], name: str, form: str) -> str:
 
     The memory is the training's, and a process' first run also loads libraries.
     """
-    known = [r["cost"][name] for r in records if r["cost"].get(name) is not None]
+    found = [r.get("cost", {}).get(name) for r in records]
+    known = [number for number in found if number is not None]
     return f"{statistics.median(known):{form}}" if known else "-"
 
 

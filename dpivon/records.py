@@ -120,7 +120,7 @@ def same(found: Any, wanted: str) -> bool:
             return found == float(wanted)
         except ValueError:
             return False
-    return (json.dumps(found) if not isinstance(found, str) else found) == wanted.replace("None", "null")
+    return wanted in (found if isinstance(found, str) else json.dumps(found), str(found))
 
 
 def require(names: Iterable[str], records: Sequence[Mapping[str, Any]]) -> None:

@@ -165,6 +165,7 @@ def run(
         steps_before = now.step
         with peak_memory() as memory:
             finished = train(now, checkpoint_path, say)
+            grown = memory()  # here, since evaluation takes memory too
         seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - begin_cpu
         told = ledger.tells_effort(asdict(config))
         if not told:
@@ -173,7 +174,7 @@ def run(
         results = evaluate(now)
         cost = {
             "stored": stored(now),
-            "memory_mib": memory() if told else None,
+            "memory_mib": grown if told else None,
             "cpu_seconds": round(cpu_seconds, 2) if told else None,  # of training: on a shared machine, the fairer one
             "predict_seconds": round(time.perf_counter() - begin, 3),
         }
@@ -301,6 +302,8 @@ def check_writable(path: str | Path | None) -> None:
     folder = Path(path).resolve().parent
     if not folder.is_dir():
         raise OSError(f"the folder {folder} does not exist; create it, or choose another place for {Path(path).name}")
+    if Path(path).is_dir():
+        raise OSError(f"{path} is a folder; choose a file in it")
     if not os.access(path if Path(path).exists() else folder, os.W_OK):
         raise OSError(f"{path} cannot be written; choose another place")
 

@@ -186,3 +186,16 @@ def test_suggest_prints_settings_that_train_takes_and_names_what_is_wrong(dpivon
         assert status == 2
         assert named in error
         assert "noise multiplier" not in error
+
+
+def test_a_folder_in_the_place_of_a_file_is_told_before_training(tmp_path):
+    with pytest.raises(OSError, match="is a folder; choose a file in it"):
+        command_line.train.check_writable(tmp_path)
+
+
+def test_a_temperature_is_told_of_a_method_without_privacy_too():
+    metrics = dict.fromkeys(("accuracy", "nll", "ece", "brier", "overconfidence"), 0.5)
+    record = {"status": "finished", "seconds": 1.0, "config": {"holdout": 0, "samples": 0}, "privacy": None}
+    text = command_line.summary({**record, "results": {"steps": 3, "mean": metrics, "temperature": 1.3}})
+    assert "at temperature 1.3" in text
+    assert text.endswith("not private")

@@ -98,3 +98,17 @@ def test_budgets_are_read_with_commas_or_spaces():
     for words in (["--epsilon", "1,3,8e-1"], ["--epsilon", "1", "3", "8e-1"], ["--epsilon", "1,3", "8e-1"]):
         assert tyro.cli(compare.Compare, args=spread(words)).epsilon == (1.0, 3.0, 0.8)
     assert spread(["GPU=1,A=2", "a,b", "file,1.json", "1,"]) == ["GPU=1,A=2", "a,b", "file,1.json", "1,"]
+
+
+def test_the_memory_of_a_run_is_that_of_its_training(monkeypatch):
+    def greedy(now, evaluate=train.evaluate):
+        block = bytearray(200 * 2**20)
+        block[:: 2**12] = b"x" * len(block[:: 2**12])
+        return evaluate(now)
+
+    monkeypatch.setattr(train, "evaluate", greedy)
+    assert train.run(train.Config(epochs=0.5, seed=0))["cost"]["memory_mib"] < 150
+
+
+def test_a_record_without_costs_shows_a_dash():
+    assert compare.cost([{"config": {}}], "stored", ",.0f") == "-"

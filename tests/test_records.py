@@ -212,3 +212,11 @@ def test_a_line_runs_again_on_its_number_of_threads(file, monkeypatch):
 def test_what_cannot_be_run_again_is_refused(file, changes, message):
     with pytest.raises(ValueError, match=message):
         records.again(changed(ledger.read(file)[0], **changes))
+
+
+@pytest.mark.parametrize(
+    ("found", "typed"), [(True, "True"), (True, "true"), (None, "None"), (None, "null"), (3, "3.0"), ("a", "a")]
+)
+def test_what_is_typed_as_python_or_as_json_is_found(found, typed):
+    assert records.same(found, typed)
+    assert not records.same(found, "other")

@@ -354,6 +354,9 @@ def test_a_statement_rounds_epsilon_up_and_says_when_there_is_none():
     said = accounting.statement(1.1, 400, 1e-5, **arguments)
     assert float(str(said).split(",")[0][1:]) >= said.epsilon
     assert str(accounting.statement(0.0, 400, 1e-5, **arguments)).startswith("no differential privacy")
+    large = accounting.statement(0.04, 100, 1e-5, **arguments)  # in the thousands
+    assert large.epsilon > 1000
+    assert large.epsilon <= float(str(large).split(",")[0][1:]) < large.epsilon + 0.0011
 
 
 @pytest.mark.cifar10
