@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpivon import checks
 from dpivon.curvature import noise_corrected, noise_variance
 from dpivon.ivon import new_curvature
 
@@ -134,16 +135,9 @@ class Adaptive(torch.optim.Optimizer):
         noise_std: float | None = None,
         **more: float,
     ) -> None:
-        if not 0 < lr < float("inf"):
-            raise ValueError(f"lr must be finite and > 0, got {lr}")
-        if not 0 <= beta1 < 1:
-            raise ValueError(f"beta1 must be in [0, 1), got {beta1}; 0 turns momentum off")
-        if not 0 <= beta2 < 1:
-            raise ValueError(f"beta2 must be in [0, 1), got {beta2}")
-        if not 0 < damping < float("inf"):
-            raise ValueError(f"damping must be finite and > 0, got {damping}")
-        if not (0 <= weight_decay < float("inf") and (noise_std is None or noise_std >= 0)):
-            raise ValueError(f"weight_decay and noise_std must be >= 0, got {weight_decay} and {noise_std}")
+        checks.positive(lr=lr, damping=damping)
+        checks.decay(beta1=beta1, beta2=beta2)
+        checks.not_negative(weight_decay=weight_decay, noise_std=noise_std or 0.0)
         defaults = {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "damping": damping}
         super().__init__(params, {**defaults, "noise_std": noise_std, **more})
         self.phi, self.psi = phi, psi

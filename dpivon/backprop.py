@@ -17,20 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from dpivon import checks
+
 Prior = Callable[[Tensor], Tensor]
-
-
-def check_positive(**settings: float) -> None:
-    """Raise ValueError where one is not a finite number above 0."""
-    for name, value in settings.items():
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name} must be finite and > 0, got {value}")
-
-
-def check_beta1(beta1: float) -> None:
-    """Raise ValueError unless beta1 is a decay."""
-    if not 0 <= beta1 < 1:
-        raise ValueError(f"beta1 must be in [0, 1), got {beta1}")
 
 
 def gaussian_prior(scale: float) -> Prior:
@@ -51,7 +40,7 @@ def mixture_prior(wide: float, narrow: float, share: float = 0.5) -> Prior:
     ValueError
         a scale is not positive, or `share` not between 0 and 1.
     """
-    check_positive(wide=wide, narrow=narrow)
+    checks.positive(wide=wide, narrow=narrow)
     if not 0 < share < 1:
         raise ValueError(f"share must be in (0, 1), got {share}; for one part take gaussian_prior(scale)")
 
@@ -134,8 +123,8 @@ class BayesByBackprop(torch.optim.Optimizer):
         beta1: float = 0.9,
         generator: torch.Generator | None = None,
     ) -> None:
-        check_positive(lr=lr, ess=ess, sigma_init=sigma_init, prior_scale=prior_scale)
-        check_beta1(beta1)
+        checks.positive(lr=lr, ess=ess, sigma_init=sigma_init, prior_scale=prior_scale)
+        checks.decay(beta1=beta1)
         super().__init__(params, {"lr": lr, "ess": ess, "beta1": beta1, "sigma_init": sigma_init})
         self.prior, self.generator = prior or gaussian_prior(prior_scale), generator
         self.epsilon: dict[Tensor, Tensor] = {}
@@ -225,7 +214,7 @@ class Reparameterized(nn.Module):
 
     def __init__(self, network: nn.Module, sigma_init: float = 0.05) -> None:
         super().__init__()
-        check_positive(sigma_init=sigma_init)
+        checks.positive(sigma_init=sigma_init)
         self.network = network.requires_grad_(False)
         named = list(network.named_parameters())
         self.names = [name for name, _ in named]
@@ -283,8 +272,8 @@ class JointBackprop(torch.optim.Optimizer):
         beta1: float = 0.9,
         generator: torch.Generator | None = None,
     ) -> None:
-        check_positive(lr=lr, ess=ess, prior_scale=prior_scale)
-        check_beta1(beta1)
+        checks.positive(lr=lr, ess=ess, prior_scale=prior_scale)
+        checks.decay(beta1=beta1)
         super().__init__(params, {"lr": lr, "ess": ess, "prior_scale": prior_scale, "beta1": beta1})
         self.generator, self.drawn, self.drawing = generator, False, False
 

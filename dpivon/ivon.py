@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpivon import checks
 from dpivon.curvature import ESTIMATORS
 
 
@@ -91,26 +92,15 @@ class IVON(torch.optim.Optimizer):
         precondition: bool = True,
         generator: torch.Generator | None = None,
     ) -> None:
-        for name, value in {
-            "lr": lr,
-            "ess": ess,
-            "hess_init": hess_init,
-            "scale": ess if scale is None else scale,
-        }.items():
-            if not 0 < value < float("inf"):
-                raise ValueError(f"{name} must be finite and > 0, got {value}")
-        for name, value in {"beta1": beta1, "beta2": beta2}.items():
-            if not 0 <= value < 1:
-                raise ValueError(f"{name} must be in [0, 1), got {value}")
-        for name, value in {"weight_decay": weight_decay, "noise_std": noise_std or 0.0}.items():
-            if not 0 <= value < float("inf"):
-                raise ValueError(f"{name} must be finite and >= 0, got {value}")
+        scale = ess if scale is None else scale
+        checks.positive(lr=lr, ess=ess, hess_init=hess_init, scale=scale)
+        checks.decay(beta1=beta1, beta2=beta2)
+        checks.not_negative(weight_decay=weight_decay, noise_std=noise_std or 0.0)
         if curvature not in ESTIMATORS:
             raise ValueError(f"unknown curvature {curvature!r}; choose one of {', '.join(ESTIMATORS)}")
         defaults = {
             "lr": lr, "ess": ess, "hess_init": hess_init, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay,
-            "scale": ess if scale is None else scale, "noise_std": noise_std, "rescale_lr": rescale_lr,
-            "precondition": precondition,
+            "scale": scale, "noise_std": noise_std, "rescale_lr": rescale_lr, "precondition": precondition,
         }  # fmt: skip
         super().__init__(params, defaults)
         self.curvature, self.generator = curvature, generator

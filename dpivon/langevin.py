@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dpivon import snapshots
+from dpivon import checks, snapshots
 
 
 class SGLD(torch.optim.Optimizer):
@@ -79,13 +79,9 @@ class SGLD(torch.optim.Optimizer):
         noise_std: float = 0.0,
         generator: torch.Generator | None = None,
     ) -> None:
-        for name, value in {"lr": lr, "ess": ess, "steps": steps}.items():
-            if not 0 < value < math.inf:
-                raise ValueError(f"{name} must be finite and > 0, got {value}")
+        checks.positive(lr=lr, ess=ess, steps=steps)
         settings = {"temperature": temperature, "weight_decay": weight_decay, "noise_std": noise_std}
-        for name, value in {**settings, "samples": samples}.items():
-            if not 0 <= value < math.inf:
-                raise ValueError(f"{name} must be finite and >= 0, got {value}")
+        checks.not_negative(**settings, samples=samples)
         super().__init__(params, {"lr": lr, "ess": ess, **settings})
         self.generator = generator
         snapshots.keep(self, steps, samples)
@@ -118,11 +114,7 @@ def free_noise_multiplier(
 
     .. math:: \\sigma = \\frac{b}{C} \\sqrt{\\frac{2 \\tau}{N_{\\rm ess}\\, \\alpha}}
     """
-    if not min(lr, ess, batch_size, max_grad_norm, temperature) > 0:
-        raise ValueError(
-            f"lr, ess, batch_size, max_grad_norm and temperature must be > 0, got {lr}, {ess}, {batch_size}, "
-            f"{max_grad_norm}, {temperature}"
-        )
+    checks.positive(lr=lr, ess=ess, batch_size=batch_size, max_grad_norm=max_grad_norm, temperature=temperature)
     return batch_size * math.sqrt(2 * temperature / (ess * lr)) / max_grad_norm
 
 
@@ -148,8 +140,5 @@ def one_sample_epsilon(log_likelihood_range: float, samples: int = 1, temperatur
     ValueError
         an argument is not positive.
     """
-    if not (log_likelihood_range > 0 and samples > 0 and temperature > 0):
-        raise ValueError(
-            f"range, samples and temperature must be > 0, got {log_likelihood_range}, {samples}, {temperature}"
-        )
+    checks.positive(log_likelihood_range=log_likelihood_range, samples=samples, temperature=temperature)
     return samples * log_likelihood_range / temperature

@@ -6,7 +6,6 @@ is the inner product of these with the example's own curvature.
 """
 
 import copy
-import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpivon import adaptive
+from dpivon import adaptive, checks
 
 SHARE = 0.1  # of the budget, in the sense of `sigma`
 
@@ -100,8 +99,7 @@ def sgd(params: Iterable[Any], lr: float, ess: float, beta1: float = 0.9, weight
     """
     if not weight_decay > 0:
         raise ValueError(f"weight_decay must be > 0, got {weight_decay}; times N it is the precision of the prior")
-    if not 0 < ess < math.inf:
-        raise ValueError(f"ess must be finite and > 0, got {ess}; the number of training examples is usual")
+    checks.positive(ess=ess)
     return adaptive.Adaptive(params, lr, adaptive.momentum, adaptive.one, beta1, weight_decay=weight_decay, ess=ess)
 
 

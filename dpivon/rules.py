@@ -6,17 +6,11 @@ page *How to choose hyperparameters* of the book has both.
 
 import math
 
-from dpivon import curvature
+from dpivon import checks, curvature
 
 WALK = 0.1  # how far noise may carry a weight: as far as an initial weight is from zero
 DISTANCE = 100.0  # how far agreeing gradients must be able to carry the network
 SHARE = 0.025  # the prior's pull on a network of noise, of the longest gradient
-
-
-def _positive(**values: float) -> None:
-    for name, value in values.items():
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name} must be finite and > 0, got {value}")
 
 
 def walk_std(lr: float, noise_std: float, steps: float, weight_decay: float = 0.0) -> float:
@@ -29,9 +23,8 @@ def walk_std(lr: float, noise_std: float, steps: float, weight_decay: float = 0.
     ValueError
         an argument is out of range.
     """
-    _positive(lr=lr, noise_std=noise_std, steps=steps)
-    if not 0 <= weight_decay < math.inf:
-        raise ValueError(f"weight_decay must be finite and >= 0, got {weight_decay}")
+    checks.positive(lr=lr, noise_std=noise_std, steps=steps)
+    checks.not_negative(weight_decay=weight_decay)
     forgotten = 2 * lr * weight_decay * steps
     return lr * noise_std * math.sqrt(steps * (-math.expm1(-forgotten) / forgotten if forgotten else 1.0))
 
@@ -62,7 +55,7 @@ def learning_rate(noise_std: float, steps: float, weight_decay: float = 0.0, wal
     """
     from scipy.optimize import brentq
 
-    _positive(noise_std=noise_std, steps=steps, walk=walk)
+    checks.positive(noise_std=noise_std, steps=steps, walk=walk)
     shortest = walk / (noise_std * math.sqrt(steps))  # without decay
     longest = shortest + 2 * weight_decay * walk**2 / noise_std**2  # more than where it has come to rest
     return float(brentq(lambda lr: walk_std(lr, noise_std, steps, weight_decay) - walk, shortest / 2, 2 * longest))
@@ -75,7 +68,7 @@ def least_learning_rate(steps: float, max_grad_norm: float, distance: float = DI
 
     Shorter steps do not arrive, however little noise they gather.
     """
-    _positive(steps=steps, max_grad_norm=max_grad_norm, distance=distance)
+    checks.positive(steps=steps, max_grad_norm=max_grad_norm, distance=distance)
     return distance / (max_grad_norm * steps)
 
 
@@ -84,13 +77,13 @@ def weight_decay(max_grad_norm: float, parameters: float, walk: float = WALK, sh
 
     .. math:: \\delta_v = \\frac{u\\, C}{w \\sqrt P}
     """
-    _positive(max_grad_norm=max_grad_norm, parameters=parameters, walk=walk, share=share)
+    checks.positive(max_grad_norm=max_grad_norm, parameters=parameters, walk=walk, share=share)
     return share * max_grad_norm / (walk * math.sqrt(parameters))
 
 
 def beta2(steps: float, times: float = 5.0) -> float:
     """A decay of the curvature that forgets its start `times` times in a run: 1 - beta2 = c / T."""
-    _positive(steps=steps, times=times)
+    checks.positive(steps=steps, times=times)
     if times >= steps:
         raise ValueError(f"times must be below the {steps:g} steps, got {times:g}")
     return 1 - times / steps
@@ -98,7 +91,7 @@ def beta2(steps: float, times: float = 5.0) -> float:
 
 def hess_init(noise_std: float, scale: float) -> float:
     """Where the paper's curvature stays, on average, if it sees noise alone: `curvature.noise_floor`."""
-    _positive(noise_std=noise_std, scale=scale)
+    checks.positive(noise_std=noise_std, scale=scale)
     return curvature.noise_floor({"noise_std": noise_std, "scale": scale})
 
 
@@ -111,7 +104,9 @@ def resolved_by_squares(
 
     with kappa the mean squared length of a clipped gradient in units of C^2, at most 1. It may exceed P: then all can.
     """
-    _positive(noise_multiplier=noise_multiplier, batch_size=batch_size, steps=steps, parameters=parameters, kappa=kappa)
+    checks.positive(
+        noise_multiplier=noise_multiplier, batch_size=batch_size, steps=steps, parameters=parameters, kappa=kappa
+    )
     return kappa**2 * steps * batch_size**2 / (2 * noise_multiplier**4 * parameters)
 
 
@@ -122,5 +117,5 @@ def resolved_by_price(noise_multiplier: float, batch_size: float, steps: float, 
 
     with kappa the trace of the mean loss's Hessian in units of C^2.
     """
-    _positive(noise_multiplier=noise_multiplier, batch_size=batch_size, steps=steps, n=n, kappa=kappa)
+    checks.positive(noise_multiplier=noise_multiplier, batch_size=batch_size, steps=steps, n=n, kappa=kappa)
     return kappa * steps * batch_size**2 / (noise_multiplier**2 * n)

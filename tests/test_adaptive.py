@@ -117,7 +117,7 @@ def test_parameters_without_gradient_stay():
         ({"lr": 0.0}, "lr must be finite and > 0, got 0.0"),
         ({"lr": float("nan")}, "lr must be finite and > 0, got nan"),
         ({"lr": 0.1, "beta1": 1.0}, r"beta1 must be in \[0, 1\), got 1.0"),
-        ({"lr": 0.1, "weight_decay": -1.0}, "weight_decay and noise_std must be >= 0, got -1.0"),
+        ({"lr": 0.1, "weight_decay": -1.0}, "weight_decay must be finite and >= 0, got -1.0"),
     ],
 )
 def test_errors_name_value(arguments, message):

@@ -311,6 +311,7 @@ def test_the_wall_only_the_mechanism_sees_per_example_gradients():
         "adaptive",
         "assignment",
         "backprop",
+        "checks",
         "curvature",
         "dropout",
         "ensemble",
