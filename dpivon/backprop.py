@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dpivon import checks
+from dpivon.weights import held, normal_like
 
 Prior = Callable[[Tensor], Tensor]
 
@@ -151,20 +152,16 @@ class BayesByBackprop(torch.optim.Optimizer):
         """
         if self.drawing:
             raise RuntimeError("the parameters are a draw already; leave `sampled_params()` before entering it again")
-        means = {}
-        with torch.no_grad():
-            for _, p, state in self.trained():
-                means[p] = p.clone()
-                self.epsilon[p] = torch.randn(p.shape, generator=self.generator, dtype=p.dtype, device=p.device)
-                p.addcmul_(F.softplus(state["rho"]), self.epsilon[p])
+        draw = {}
+        for _, p, state in self.trained():
+            self.epsilon[p] = normal_like(p, self.generator)
+            draw[p] = p.detach().addcmul(F.softplus(state["rho"]), self.epsilon[p])
         self.drawing = True
         try:
-            yield
+            with held(list(draw), list(draw.values())):
+                yield
         finally:
             self.drawing = False
-            with torch.no_grad():
-                for p, mean in means.items():
-                    p.copy_(mean)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -29,11 +29,11 @@ from dpivon.mechanism import (
     check_batch_size,
     check_finite,
     check_noise,
-    held,
     new_generator,
     ranks,
     set_noise_std,
 )
+from dpivon.weights import held
 
 
 class PrivateParts(NamedTuple):

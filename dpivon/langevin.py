@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dpivon import checks, snapshots
+from dpivon.weights import normal_like
 
 
 class SGLD(torch.optim.Optimizer):
@@ -103,7 +104,7 @@ class SGLD(torch.optim.Optimizer):
                     continue
                 state = self.state[p]
                 state["step"] = state.get("step", 0) + 1
-                noise = torch.randn(p.shape, generator=self.generator, dtype=p.dtype, device=p.device)
+                noise = normal_like(p, self.generator)
                 p.sub_(lr * (p.grad + group["weight_decay"] * p)).add_(noise, alpha=std)
 
 

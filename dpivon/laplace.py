@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dpivon import adaptive, checks
+from dpivon.weights import held, normal_like
 
 SHARE = 0.1  # of the budget, in the sense of `sigma`
 
@@ -162,15 +163,7 @@ class Laplace:
     def sampled_params(self) -> Iterator[None]:
         """Within, the last layer is a draw; after, the mean again."""
         variance = self.variance()
-        means = {p: p.detach().clone() for p in variance}
         generator = getattr(self.optimizer, "generator", None)
-        try:
-            with torch.no_grad():
-                for p, value in variance.items():
-                    z = torch.randn(p.shape, generator=generator, dtype=p.dtype, device=p.device)
-                    p.addcmul_(value.sqrt(), z)
+        draw = [p.detach().addcmul(v.sqrt(), normal_like(p, generator)) for p, v in variance.items()]
+        with held(list(variance), draw):
             yield
-        finally:
-            with torch.no_grad():
-                for p, mean in means.items():
-                    p.copy_(mean)

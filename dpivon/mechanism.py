@@ -28,6 +28,7 @@ from dpivon.gradients import (
     mean_gradient,
     trainable,
 )
+from dpivon.weights import held
 
 
 class Diagnostics(NamedTuple):
@@ -475,19 +476,6 @@ def sampled_params(dp: DPOptimizer) -> Iterator[None]:
             yield
         finally:
             dp.drawing = dp.original_optimizer.drawing = False
-
-
-@contextmanager
-def held(parameters: list[Tensor], values: list[Tensor]) -> Iterator[None]:
-    """Within, the parameters have these values. The changes are in place, so that a misplaced backward raises."""
-    with torch.no_grad():
-        before = [p.clone() for p in parameters]
-        torch._foreach_copy_(parameters, values)
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            torch._foreach_copy_(parameters, before)
 
 
 MIXED_DRAWS = (

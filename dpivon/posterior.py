@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from dpivon import checkpoint, models, predict, snapshots
 from dpivon.gradients import trainable
 from dpivon.temperature import scaled
+from dpivon.weights import held, normal_like
 
 # The one key of the metadata: with two, their order would be by chance. Who knows the first form alone would take
 # the mean of a file with iterates for all of it.
@@ -69,24 +70,15 @@ class Posterior:
             return self.iterates[(self.next - 1) % len(self.iterates)]
         means, drawn = dict(self.model.named_parameters()), {}
         for name, v in self.variance.items():
-            z = torch.randn(v.shape, generator=self.generator, dtype=v.dtype, device=v.device)
-            drawn[name] = torch.addcmul(means[name].detach(), v.sqrt(), z)
+            drawn[name] = torch.addcmul(means[name].detach(), v.sqrt(), normal_like(v, self.generator))
         return drawn
 
     @contextmanager
     def sampled_params(self) -> Iterator[None]:
         """Within, the weights are a draw from the posterior; after, the mean again."""
-        drawn, parameters = self.draw(), dict(self.model.named_parameters())
-        means = {name: parameters[name].detach().clone() for name in drawn}
-        try:
-            with torch.no_grad():
-                for name, value in drawn.items():
-                    parameters[name].copy_(value)
+        parameters, drawn = dict(self.model.named_parameters()), self.draw()
+        with held([parameters[name] for name in drawn], list(drawn.values())):
             yield
-        finally:
-            with torch.no_grad():
-                for name, mean in means.items():
-                    parameters[name].copy_(mean)
 
     def log_probs(self, x: Tensor, samples: int | None = None) -> Tensor:
         """Log probabilities (n, classes) for inputs (n, ...), averaged over `samples` draws; 0 is at the mean.

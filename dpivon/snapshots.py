@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dpivon import checkpoint
+from dpivon.weights import held
 
 
 def keep(optimizer: Any, steps: int, samples: int) -> Any:
@@ -158,15 +159,8 @@ class Stored:
             ) from error
         if [v.shape for v in values] != [p.shape for p in self.parameters]:
             raise ValueError(f"{file} does not fit this network; take the one that the run trained")
-        now = [p.detach().clone() for p in self.parameters]
-        try:
-            with torch.no_grad():
-                for p, value in zip(self.parameters, values, strict=True):
-                    p.copy_(value)
+        with held(self.parameters, values):
             yield
-        finally:
-            with torch.no_grad():
-                torch._foreach_copy_(self.parameters, now)
 
 
 def kept(model: nn.Module, optimizer: Any) -> Any:
@@ -195,22 +189,10 @@ class Kept:
         RuntimeError
             none was kept: the run is not half done.
         """
-        parameters = [
-            p
-            for group in self.optimizer.param_groups
-            for p in group["params"]
-            if "snapshots" in self.optimizer.state[p]
-        ]
+        parameters = [p for p, state in self.optimizer.state.items() if "snapshots" in state]
         if not parameters:
             raise RuntimeError("no iterate was kept: they are kept in the second half of its `steps`")
-        now = [p.detach().clone() for p in parameters]
+        kept = [self.optimizer.state[p]["snapshots"] for p in parameters]
         which, self.next = self.next, self.next + 1
-        try:
-            with torch.no_grad():
-                for p in parameters:
-                    samples = self.optimizer.state[p]["snapshots"]
-                    p.copy_(samples[which % len(samples)])
+        with held(parameters, [samples[which % len(samples)] for samples in kept]):
             yield
-        finally:
-            with torch.no_grad():
-                torch._foreach_copy_(parameters, now)

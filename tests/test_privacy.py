@@ -322,6 +322,7 @@ def test_the_wall_only_the_mechanism_sees_per_example_gradients():
         "methods",
         "rules",
         "snapshots",
+        "weights",
     ],
 )
 def test_the_wall_optimizers_cannot_see_data(module):
