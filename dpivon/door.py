@@ -30,9 +30,9 @@ from dpivon.mechanism import (
     check_finite,
     check_noise,
     new_generator,
-    ranks,
     set_noise_std,
 )
+from dpivon.processes import ranks
 from dpivon.weights import held
 
 

@@ -28,6 +28,7 @@ from dpivon.gradients import (
     mean_gradient,
     trainable,
 )
+from dpivon.processes import ranks
 from dpivon.weights import held
 
 
@@ -76,13 +77,6 @@ def check_noise(noise_multiplier: float, max_grad_norm: float) -> None:
         )
     if not 0 < max_grad_norm < float("inf"):
         raise ValueError(f"max_grad_norm must be finite and > 0, got {max_grad_norm}; 1.0 is a common start")
-
-
-def ranks() -> tuple[int, int]:
-    """This process's rank and the number of processes; (0, 1) where `torch.distributed` is not initialized."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
 
 
 def poisson_batches(

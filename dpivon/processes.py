@@ -11,7 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dpivon.mechanism import ranks
+
+def ranks() -> tuple[int, int]:
+    """This process's rank and the number of processes; (0, 1) where `torch.distributed` is not initialized."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
 
 
 @contextmanager

@@ -274,7 +274,7 @@ class Run:
             "torch": str(torch.__version__),
             "threads": torch.get_num_threads(),
             "device": self.device.type,
-            "processes": mechanism.ranks()[1],
+            "processes": processes.ranks()[1],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

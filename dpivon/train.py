@@ -18,7 +18,6 @@ from dpivon import (
     curvature,
     data,
     ledger,
-    mechanism,
     metrics,
     posterior,
     predict,
@@ -144,7 +143,7 @@ def run(
                     f"{config.method!r} keeps no iterates, so it takes no folder for them; 'dp-sgld' and "
                     "'dp-sgd-snapshots' do"
                 )
-            if mechanism.ranks()[0] == 0:  # all processes hold the same iterates
+            if processes.first():  # all processes hold the same iterates
                 now.optimizer.folder = str(samples_path)
         if config.method == "dp-ivon-gradsq":
             warn_of_low_start(now, say)
@@ -205,7 +204,7 @@ def run(
         "cost": cost,
         **ledger.environment(),
     }
-    record["hardware"]["processes"] = mechanism.ranks()[1]
+    record["hardware"]["processes"] = processes.ranks()[1]
     if ledger_path is not None and processes.first():
         ledger.append(ledger_path, record)
     return record
