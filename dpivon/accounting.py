@@ -15,24 +15,8 @@ from opacus.accountants.utils import get_noise_multiplier
 
 # Opacus stops at order 63, where no epsilon below about 0.1 can be reported at delta = 1e-5.
 RDP_ORDERS = [
-    1.01,
-    1.02,
-    1.05,
-    *RDPAccountant.DEFAULT_ALPHAS,
-    72,
-    80,
-    96,
-    112,
-    128,
-    160,
-    192,
-    256,
-    384,
-    512,
-    768,
-    1024,
-    2048,
-]
+    1.01, 1.02, 1.05, *RDPAccountant.DEFAULT_ALPHAS, 72, 80, 96, 112, 128, 160, 192, 256, 384, 512, 768, 1024, 2048,
+]  # fmt: skip
 
 # Below it an epsilon would be in the thousands and the accountants fail or do not end: it is reported as infinite.
 LEAST_NOISE = 0.01

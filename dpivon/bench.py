@@ -80,8 +80,6 @@ def dp_ivon(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], None]:
     """The same step with DP-IVON-Gradsq behind it."""
     optimizer = IVON(model.parameters(), lr=0.1, ess=N)
     dp = mechanism.mechanism(optimizer, noise_multiplier=1.0, max_grad_norm=1.0, batch_size=len(y), n=N)
-    for group in optimizer.param_groups:
-        group["noise_std"] = mechanism.noise_std(dp)
 
     def step() -> None:
         with optimizer.sampled_params():

@@ -13,10 +13,7 @@ import torch
 from opacus.accountants.accountant import IAccountant
 from opacus.data_loader import dtype_safe, shape_safe, wrap_collate_with_empty
 from opacus.grad_sample import AbstractGradSampleHooks, prepare_module
-from opacus.optimizers import (
-    DPOptimizer,
-    DPOptimizerFastGradientClipping,
-)
+from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from opacus.validators import ModuleValidator
@@ -24,14 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from dpivon.gradients import check_examples_independent, check_precision, trainable
-from dpivon.mechanism import (
-    MIXED_DRAWS,
-    check_batch_size,
-    check_finite,
-    check_noise,
-    new_generator,
-    set_noise_std,
-)
+from dpivon.mechanism import MIXED_DRAWS, check_batch_size, check_finite, check_noise, new_generator, set_noise_std
 from dpivon.processes import ranks
 from dpivon.weights import held
 

@@ -397,7 +397,6 @@ def mean_gradient(model: nn.Module, loss: Loss, x: Any, y: Tensor) -> tuple[list
     if len(y) == 0:
         return [torch.zeros_like(p) for p in parameters], 0.0
     value = loss(model(x), y)
-    gradients = torch.autograd.grad(value, parameters, allow_unused=True)
-    return [torch.zeros_like(p) if g is None else g for g, p in zip(gradients, parameters, strict=True)], float(
-        value.detach()
-    )
+    found = torch.autograd.grad(value, parameters, allow_unused=True)
+    gradients = [torch.zeros_like(p) if g is None else g for g, p in zip(found, parameters, strict=True)]
+    return gradients, float(value.detach())

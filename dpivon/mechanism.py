@@ -13,21 +13,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from opacus.accountants.accountant import IAccountant
-from opacus.optimizers import (
-    DistributedDPOptimizerFastGradientClipping,
-    DPOptimizer,
-    DPOptimizerFastGradientClipping,
-)
+from opacus.optimizers import DistributedDPOptimizerFastGradientClipping, DPOptimizer, DPOptimizerFastGradientClipping
 from torch import Tensor, nn
 
 from dpivon import accounting
-from dpivon.gradients import (
-    Loss,
-    check_examples_independent,
-    clipped_sum,
-    mean_gradient,
-    trainable,
-)
+from dpivon.gradients import Loss, check_examples_independent, clipped_sum, mean_gradient, trainable
 from dpivon.processes import ranks
 from dpivon.weights import held
 

@@ -180,9 +180,7 @@ def auroc(inside: Tensor, outside: Tensor) -> float:
     if not (len(inside) and len(outside)):
         raise ValueError(f"need doubts of both kinds, got {len(inside)} and {len(outside)}")
     _, order = torch.cat([inside, outside]).double().unique(return_inverse=True)
-    scores = order.double() / max(
-        int(order.max()), 1
-    )  # torchmetrics squashes scores outside [0, 1], and ties large ones
+    scores = order.double() / max(int(order.max()), 1)  # torchmetrics squashes what is outside [0, 1]
     strange = torch.cat([torch.zeros(len(inside)), torch.ones(len(outside))]).long()
     return float(binary_auroc(scores, strange))
 

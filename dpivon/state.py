@@ -12,18 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpivon import (
-    accounting,
-    adaptive,
-    data,
-    laplace,
-    mechanism,
-    models,
-    predict,
-    processes,
-    snapshots,
-    temperature,
-)
+from dpivon import accounting, adaptive, data, laplace, mechanism, models, predict, processes, snapshots, temperature
 from dpivon.config import RECIPE, Config
 from dpivon.mechanism import Loss
 from dpivon.methods import get

@@ -384,9 +384,7 @@ def engine(sweep: Sweep, needed: Iterable[str]) -> Iterator[tuple[Any, int]]:
         logging.getLogger(logger).setLevel(logging.CRITICAL)
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings(
-            "ignore", message=".*still being processed by the workers"
-        )  # of a sweep that was stopped
+        warnings.filterwarnings("ignore", message=".*still being processed by the workers")  # once it was stopped
         if sweep.scheduler is None:
             for name in needed:  # a download happens once, and what is missing is said before workers start
                 loaded(name, sweep.root)

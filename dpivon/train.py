@@ -13,18 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpivon import (
-    checkpoint,
-    curvature,
-    data,
-    ledger,
-    metrics,
-    posterior,
-    predict,
-    processes,
-    shift,
-    snapshots,
-)
+from dpivon import checkpoint, curvature, data, ledger, metrics, posterior, predict, processes, shift, snapshots
 from dpivon.assignment import place
 
 # So that all that makes a run has its name here too: train.Config, train.resolve, train.Run, train.train, ...
