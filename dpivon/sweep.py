@@ -291,11 +291,7 @@ def loaded(name: str, root: Path | None) -> data.Images:
     data.DataError
         they are not there, which concerns all runs and ends the sweep.
     """
-    if root is not None and not root.exists():
-        raise data.DataError(
-            f"root {root} does not exist; create it to download into it, or give the place of the data"
-        )
-    return data.load(name, root)
+    return train.load(name, root)
 
 
 def job(config: train.Config, root: Path | None, device: str = "cpu", shifted: bool = False) -> dict[str, Any]:
@@ -326,19 +322,7 @@ def publishable(error: BaseException) -> str:
 
 def failure(config: train.Config, error: str, seconds: float) -> dict[str, Any]:
     """The ledger's record of a run that failed: without results, with its error."""
-    return {
-        "schema": ledger.SCHEMA,
-        "recipe": train.RECIPE,
-        "key": ledger.key(asdict(config), train.RECIPE),
-        "status": "failed",
-        "error": error,
-        "config": asdict(config),
-        "privacy": None,
-        "results": {},
-        "code": ledger.code_state(),
-        "seconds": round(seconds, 2) if ledger.tells_effort(asdict(config)) else None,
-        **ledger.environment(),
-    }
+    return {**train.entry(config, "failed", seconds), "error": error}
 
 
 # ---- many runs

@@ -96,27 +96,16 @@ def run(
     config = resolve(config)
     say = report or (lambda line: None)
     gc.collect()  # an earlier run refers to itself through its schedule, and would keep its data until Python looks
-    if root is not None and not Path(root).exists():
-        raise ValueError(f"root {root} does not exist; create it to download into it, or give the place of the data")
     if images is not None and images.name != config.data:
         raise ValueError(
             f"the images are called {images.name!r} and config.data {config.data!r}, so the record would name other "
             "data; give both one name, with an entry in config.DEFAULTS"
         )
-    images = (images if images is not None else data.load(config.data, root)).to(device)
+    images, aside = prepared(config, images if images is not None else load(config.data, root), device)
     if shifted and min(images.shape[1:]) < 8:  # a row of numbers has no blur
         raise ValueError(f"shifted needs images, {images.name!r} has shape {images.shape}; use 'digits' or 'cifar10'")
-    if config.holdout >= images.n:
-        raise ValueError(f"holdout must be below the {images.n} training examples, got {config.holdout}")
-    if config.holdout:
-        images = data.hold_out(images, config.holdout, seed=0)
     for path in (ledger_path, checkpoint_path, export_path):
         check_writable(path)
-    if samples_path is not None:
-        check_folder(samples_path)
-    aside = None
-    if config.calibration is not None:
-        images, aside = set_aside(images, config.calibration)
     gpus = [images.x_train.device] if images.x_train.is_cuda else []
     with torch.random.fork_rng(devices=gpus):  # dropout draws from the global state; leave the caller's as it was
         now = Run(config, images, calibration=aside)
@@ -127,26 +116,12 @@ def run(
                 f"{config.model!r}; one of 'dp-bbp' can"
             )
         if samples_path is not None:
-            if not hasattr(now.optimizer, "folder") or config.samples == 0:
-                raise ValueError(
-                    f"{config.method!r} keeps no iterates, so it takes no folder for them; 'dp-sgld' and "
-                    "'dp-sgd-snapshots' do"
-                )
-            if processes.first():  # all processes hold the same iterates
-                now.optimizer.folder = str(samples_path)
-        if config.method == "dp-ivon-gradsq":
-            warn_of_low_start(now, say)
+            keep_in(now, samples_path)
+        warn_of_low_start(now, say)
         torch.manual_seed(now.sources["layers"].initial_seed())
-        if checkpoint_path is not None and not processes.first():
+        if checkpoint_path is not None:
             checkpoint_path = processes.own(str(checkpoint_path))
-        if checkpoint_path is not None and Path(checkpoint_path).exists():
-            now.load_state_dict(checkpoint.load(checkpoint_path))
-        if not processes.same((now.step, now.sources["posterior"].get_state().numpy().tobytes())):  # one run's alone
-            raise ValueError(
-                "the processes' checkpoints are of different steps or runs; delete them all, or restore a set"
-            )
-        if now.step:
-            say(f"resumed at step {now.step} of {now.steps}")
+        resume(now, checkpoint_path, say)
         if samples_path is not None and now.step == 0 and any(Path(samples_path).glob("*.safetensors")):
             raise ValueError(f"{samples_path} holds iterates of another run; choose an empty folder, or remove them")
         begin, begin_cpu = time.perf_counter(), time.process_time()
@@ -167,36 +142,86 @@ def run(
             "predict_seconds": round(time.perf_counter() - begin, 3),
         }
         if shifted:
-            samples = config.samples or 0
-            results["shift"] = shift.evaluate(
-                lambda x: now.scaled(predict.log_probs(now.model, x.to(device), now.posterior(), samples)).cpu(),
-                images.to("cpu"),
-            )
-    privacy = now.statement()
+            results["shift"] = evaluate_shifted(now)
+    statement = now.statement()
+    privacy = None if statement is None else statement.record()
     if export_path is not None and processes.first():
         assert config.model is not None
         posterior.save(
             export_path, now.model, now.posterior(), architecture=config.model, shape=images.shape,
-            classes=images.classes, privacy=None if privacy is None else privacy.record(),
-            temperature=now.temperature,
+            classes=images.classes, privacy=privacy, temperature=now.temperature,
         )  # fmt: skip
-    record = {
-        "schema": ledger.SCHEMA,
-        "recipe": RECIPE,
-        "key": ledger.key(asdict(config), RECIPE),
-        "status": "finished" if finished else "interrupted",
-        "config": asdict(config),
-        "privacy": None if privacy is None else privacy.record(),
-        "results": {**results, "trace": now.trace, "steps": now.step, "resumed_at": steps_before},
-        "code": ledger.code_state(),
-        "seconds": round(seconds, 2) if told else None,
-        "cost": cost,
-        **ledger.environment(),
-    }
-    record["hardware"]["processes"] = processes.ranks()[1]
+    results |= {"trace": now.trace, "steps": now.step, "resumed_at": steps_before}
+    record = entry(config, "finished" if finished else "interrupted", seconds)
+    record |= {"privacy": privacy, "results": results, "cost": cost}
     if ledger_path is not None and processes.first():
         ledger.append(ledger_path, record)
     return record
+
+
+def entry(config: Config, status: str, seconds: float) -> dict[str, Any]:
+    """The ledger's record of a run, still without privacy and results."""
+    surroundings = ledger.environment()
+    surroundings["hardware"]["processes"] = processes.ranks()[1]
+    return {
+        "schema": ledger.SCHEMA,
+        "recipe": RECIPE,
+        "key": ledger.key(asdict(config), RECIPE),
+        "status": status,
+        "config": asdict(config),
+        "privacy": None,
+        "results": {},
+        "code": ledger.code_state(),
+        "seconds": round(seconds, 2) if ledger.tells_effort(asdict(config)) else None,
+        **surroundings,
+    }
+
+
+def load(name: str, root: str | Path | None) -> data.Images:
+    """As `data.load`, from a place that must exist: a mistake in typing would begin a download.
+
+    Raises
+    ------
+    data.DataError
+        it does not exist, or the data cannot be read.
+    """
+    if root is not None and not Path(root).exists():
+        raise data.DataError(
+            f"root {root} does not exist; create it to download into it, or give the place of the data"
+        )
+    return data.load(name, root)
+
+
+def prepared(config: Config, images: data.Images, device: str) -> tuple[data.Images, tuple[Tensor, Tensor] | None]:
+    """The data as the run sees them, on the device; and what is set aside to choose a temperature, or None."""
+    images = images.to(device)
+    if config.holdout >= images.n:
+        raise ValueError(f"holdout must be below the {images.n} training examples, got {config.holdout}")
+    if config.holdout:
+        images = data.hold_out(images, config.holdout, seed=0)
+    return (images, None) if config.calibration is None else set_aside(images, config.calibration)
+
+
+def keep_in(now: Run, folder: str | Path) -> None:
+    """Let the run keep its iterates in files of `folder`; all processes hold the same ones, and the first writes."""
+    check_folder(folder)
+    if not hasattr(now.optimizer, "folder") or now.config.samples == 0:
+        raise ValueError(
+            f"{now.config.method!r} keeps no iterates, so it takes no folder for them; 'dp-sgld' and "
+            "'dp-sgd-snapshots' do"
+        )
+    if processes.first():
+        now.optimizer.folder = str(folder)
+
+
+def resume(now: Run, path: str | Path | None, say: Callable[[str], None]) -> None:
+    """Go on from the checkpoint at `path`, if there is one; ValueError where that of another process is another."""
+    if path is not None and Path(path).exists():
+        now.load_state_dict(checkpoint.load(path))
+    if not processes.same((now.step, now.sources["posterior"].get_state().numpy().tobytes())):  # one run's alone
+        raise ValueError("the processes' checkpoints are of different steps or runs; delete them all, or restore a set")
+    if now.step:
+        say(f"resumed at step {now.step} of {now.steps}")
 
 
 def set_aside(images: data.Images, share: float) -> tuple[data.Images, tuple[Tensor, Tensor]]:
@@ -239,6 +264,15 @@ def evaluate(now: Run) -> dict[str, Any]:
     return results
 
 
+def evaluate_shifted(now: Run) -> dict[str, Any]:
+    """What `shift.evaluate` finds for the predictions that the run stands by."""
+    device, samples = now.device, now.config.samples or 0
+    return shift.evaluate(
+        lambda x: now.scaled(predict.log_probs(now.model, x.to(device), now.posterior(), samples)).cpu(),
+        now.images.to("cpu"),
+    )
+
+
 def stored(now: Run) -> int:
     """How many numbers prediction needs: the weights, with their variances or once for each kept iterate."""
     size = sum(p.numel() for p in now.model.parameters() if p.requires_grad)
@@ -273,6 +307,8 @@ def peak_memory() -> Iterator[Callable[[], float | None]]:
 
 def warn_of_low_start(now: Run, say: Callable[[str], None]) -> None:
     """Say so when h starts far below where the noise alone carries it: steps and posterior will shrink on the way."""
+    if getattr(now.optimizer, "curvature", None) != "noise-corrected":
+        return
     floor = curvature.noise_floor(now.optimizer.param_groups[0])
     hess_init = now.config.hess_init
     assert hess_init is not None

@@ -108,7 +108,7 @@ def test_own_data_and_an_own_network_go_the_whole_way(tmp_path, monkeypatch, cap
     again = train.Config(data="patients", method="dp-sgd", epsilon=2, lr=0.5, seed=0)
     assert not audit.black_box(again, patients, canaries=200).rejected
     monkeypatch.setitem(config.DEFAULTS, "others", config.DEFAULTS["patients"])
-    with pytest.raises(ValueError, match="the images are called 'patients' and config.data 'others'"):
+    with pytest.raises(ValueError, match=r"the images are called 'patients' and config\.data 'others'"):
         train.run(replace(again, data="others"), images=patients)
 
 
