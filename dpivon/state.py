@@ -75,7 +75,6 @@ class Run:
         assert config.batch_size is not None
         assert config.epochs is not None
         assert config.lr is not None
-        assert config.max_grad_norm is not None
         method = get(config.method)
         self.config, self.images, self.step = config, images, 0
         mechanism.check_batch_size(config.batch_size, images.n)
@@ -109,33 +108,35 @@ class Run:
         self.trace: list[dict[str, float]] = []
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.lr_factor)
         self.accountant = accounting.new_accountant(config.accountant)
-        self.dp = None
-        self.gradient: Callable[..., mechanism.Diagnostics] = mechanism.plain_gradient
         self.noise_multiplier = config.noise_multiplier
         self.besides: list[accounting.Event] = []
         self.planned: list[accounting.Event] = []
-        if method.private:
-            q, promise = config.batch_size / images.n, (config.delta, config.accountant)
-            if method.probe is not None:
-                self.planned = [(self.probe_noise(q), 1.0, 1)]
-            if config.epsilon is not None:
-                self.noise_multiplier = accounting.noise_for(config.epsilon, q, self.steps, *promise, self.planned)
-            assert self.noise_multiplier is not None
-            self.dp = mechanism.mechanism(
-                self.optimizer,
-                noise_multiplier=self.noise_multiplier,
-                max_grad_norm=config.max_grad_norm,
-                batch_size=config.batch_size,
-                n=images.n,
-                accountant=self.accountant,
-                generator=self.sources["noise"],
-            )
-            self.gradient = partial(mechanism.private_gradient, dp=self.dp)
+        self.dp = self.training_mechanism() if method.private else None
+        self.gradient: Callable[..., mechanism.Diagnostics] = (
+            mechanism.plain_gradient if self.dp is None else partial(mechanism.private_gradient, dp=self.dp)
+        )
         for group in self.optimizer.param_groups:
             if self.dp is None:
                 group["noise_std"] = 0.0
             if settings.get("damping", 0) is None:
                 group["damping"] = max(adaptive.noise_floor(group["noise_std"], self.steps, group["beta2"]), 1e-8)
+
+    def training_mechanism(self) -> mechanism.DPOptimizerFastGradientClipping:
+        """The mechanism of the training steps, with the noise that the budget leaves for them."""
+        config, n = self.config, self.images.n
+        assert config.batch_size is not None
+        assert config.max_grad_norm is not None
+        q = config.batch_size / n
+        if get(config.method).probe is not None:
+            self.planned = [(self.probe_noise(q), 1.0, 1)]
+        if config.epsilon is not None:
+            promise = (config.delta, config.accountant)
+            self.noise_multiplier = accounting.noise_for(config.epsilon, q, self.steps, *promise, self.planned)
+        assert self.noise_multiplier is not None
+        return mechanism.mechanism(
+            self.optimizer, noise_multiplier=self.noise_multiplier, max_grad_norm=config.max_grad_norm,
+            batch_size=config.batch_size, n=n, accountant=self.accountant, generator=self.sources["noise"],
+        )  # fmt: skip
 
     def probe_noise(self, sample_rate: float) -> float:
         """The noise multiplier of the release after training, for a tenth of the budget, see `laplace.sigma`."""
@@ -154,37 +155,41 @@ class Run:
         if self.concluded:
             return
         self.concluded = True
-        method, n, clip = get(self.config.method), self.images.n, self.config.max_grad_norm
-        assert clip is not None
+        method = get(self.config.method)
         if method.probe is not None:
-            probe = method.probe(self.model)
-            private = self.dp is not None
-            dp = mechanism.mechanism(
-                torch.optim.SGD([probe.v], lr=1.0),
-                noise_multiplier=self.planned[0][0] if private else 0.0,
-                max_grad_norm=clip if private else 1e9,  # which clips nothing
-                batch_size=n,
-                n=n,
-                accountant=self.accountant if private else None,
-                generator=self.sources["noise"],
-            )
-            (everyone,) = mechanism.poisson_batches(n, n, 1, self.sources["batches"])  # this process's part, q = 1
-            part = everyone if len(everyone) < n else slice(None)  # a slice copies nothing
-            x, y = self.images.x_train[part], self.images.y_train[part]
-            mechanism.private_gradient(probe, laplace.mean_product, x, y, dp)
-            self.posterior().learn(probe)
-            self.besides = self.planned
+            self.learn(method.probe(self.model))
         if self.calibration is not None:
-            inputs, y = self.calibration
-            log_probs = predict.log_probs(self.model, inputs, self.posterior(), self.config.samples or 0)
-            privacy = self.statement()
-            if privacy is None:
-                self.temperature = temperature.best(log_probs, y)
-            else:
-                self.temperature_epsilon = min(max(privacy.epsilon, 1e-6), 1e6)  # so much noise may round it to 0
-                self.temperature = temperature.private(
-                    log_probs, y, self.temperature_epsilon, self.sources["temperature"]
-                )
+            self.choose_temperature(*self.calibration)
+
+    def learn(self, probe: Any) -> None:
+        """Release the gradient of the probe over all examples, and let the posterior learn from it."""
+        n, clip, private = self.images.n, self.config.max_grad_norm, self.dp is not None
+        assert clip is not None
+        dp = mechanism.mechanism(
+            torch.optim.SGD([probe.v], lr=1.0),
+            noise_multiplier=self.planned[0][0] if private else 0.0,
+            max_grad_norm=clip if private else 1e9,  # which clips nothing
+            batch_size=n,
+            n=n,
+            accountant=self.accountant if private else None,
+            generator=self.sources["noise"],
+        )
+        (everyone,) = mechanism.poisson_batches(n, n, 1, self.sources["batches"])  # this process's part, q = 1
+        part = everyone if len(everyone) < n else slice(None)  # a slice copies nothing
+        x, y = self.images.x_train[part], self.images.y_train[part]
+        mechanism.private_gradient(probe, laplace.mean_product, x, y, dp)
+        self.posterior().learn(probe)
+        self.besides = self.planned
+
+    def choose_temperature(self, x: Tensor, y: Tensor) -> None:
+        """Choose it on examples that were set aside, for as much epsilon as training has cost the others."""
+        log_probs = predict.log_probs(self.model, x, self.posterior(), self.config.samples or 0)
+        privacy = self.statement()
+        if privacy is None:
+            self.temperature = temperature.best(log_probs, y)
+            return
+        self.temperature_epsilon = min(max(privacy.epsilon, 1e-6), 1e6)  # so much noise may round it to 0
+        self.temperature = temperature.private(log_probs, y, self.temperature_epsilon, self.sources["temperature"])
 
     def scaled(self, log_probs: Tensor) -> Tensor:
         """The predictions at the run's temperature, if it has one."""
