@@ -1,7 +1,5 @@
 """How good, and how honest, are the predicted probabilities: accuracy, NLL, calibration error, Brier score."""
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -108,7 +106,7 @@ def entropy(log_probs: Tensor) -> Tensor:
     return -torch.special.xlogy(p, p).sum(1)
 
 
-def reliability(log_probs: Tensor, y: Tensor, bins: int = ECE_BINS, equal_mass: bool = False) -> Tensor:
+def reliability(log_probs: Tensor, y: Tensor, bins: int = ECE_BINS) -> Tensor:
     """What a reliability diagram draws: for each bin that holds examples, (confidence, accuracy, share of examples).
 
     Parameters
@@ -117,8 +115,6 @@ def reliability(log_probs: Tensor, y: Tensor, bins: int = ECE_BINS, equal_mass: 
         as in `evaluate`.
     bins
         number of bins of the top probability.
-    equal_mass
-        bins of equally many examples, instead of equal width.
 
     Returns
     -------
@@ -129,44 +125,11 @@ def reliability(log_probs: Tensor, y: Tensor, bins: int = ECE_BINS, equal_mass: 
         raise ValueError(f"bins must be at least 1, got {bins}; {ECE_BINS} are usual")
     confidence, label = log_probs.double().exp().max(1)
     right = (label == y).double()
-    if equal_mass:
-        which = confidence.argsort().argsort() * bins // len(y)
-    else:
-        which = (confidence * bins).ceil().clamp(1, bins).long() - 1  # (0, 1/bins], (1/bins, 2/bins], ...
+    which = (confidence * bins).ceil().clamp(1, bins).long() - 1  # (0, 1/bins], (1/bins, 2/bins], ...
     counts = torch.bincount(which, minlength=bins).double()
     sums = torch.stack([torch.zeros(bins).double().index_add_(0, which, value) for value in (confidence, right)])
     filled = counts > 0
     return torch.stack([*(sums[:, filled] / counts[filled]), counts[filled] / len(y)], dim=1)
-
-
-def adaptive_ece(log_probs: Tensor, y: Tensor, bins: int = ECE_BINS) -> float:
-    """The calibration error over bins of equally many examples, which have no empty or crowded ones."""
-    confidence, right, share = reliability(log_probs, y, bins, equal_mass=True).unbind(1)
-    return float((share * (confidence - right).abs()).sum())
-
-
-def risk_coverage(log_probs: Tensor, y: Tensor, doubt: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The error rate among the examples that are kept, when the most doubtful are sent to somebody else.
-
-    Parameters
-    ----------
-    log_probs, y
-        as in `evaluate`.
-    doubt
-        (n,) larger is more doubtful; None is one minus the top probability.
-
-    Returns
-    -------
-    coverage, risk
-        (n,) each, from the one example kept first to all of them. Equal doubt is kept in the order given.
-    """
-    check_log_probs(log_probs, y)
-    doubt = -log_probs.amax(1) if doubt is None else doubt
-    if doubt.shape != y.shape:
-        raise ValueError(f"doubt must hold one number an example, got {tuple(doubt.shape)} for {len(y)} examples")
-    wrong = (log_probs.argmax(1) != y).double()[doubt.argsort(stable=True)]
-    kept = torch.arange(1, len(y) + 1).double()
-    return kept / len(y), wrong.cumsum(0) / kept
 
 
 def auroc(inside: Tensor, outside: Tensor) -> float:
@@ -183,25 +146,3 @@ def auroc(inside: Tensor, outside: Tensor) -> float:
     scores = order.double() / max(int(order.max()), 1)  # torchmetrics squashes what is outside [0, 1]
     strange = torch.cat([torch.zeros(len(inside)), torch.ones(len(outside))]).long()
     return float(binary_auroc(scores, strange))
-
-
-def bootstrap(
-    metric: Callable[[Tensor, Tensor], float],
-    log_probs: Tensor,
-    y: Tensor,
-    repeats: int = 1000,
-    level: float = 0.95,
-    seed: int = 0,
-) -> tuple[float, float]:
-    """An interval for `metric` over test sets like this one: the percentiles of its values on resampled examples.
-
-    It speaks of the choice of test examples, not of the choice of seed: for that, repeat the training.
-    """
-    if repeats < 1 or not 0 < level < 1:
-        raise ValueError(f"repeats must be at least 1 and level between 0 and 1, got {repeats} and {level}")
-    source = torch.Generator().manual_seed(seed)
-    draws = [torch.randint(len(y), (len(y),), generator=source) for _ in range(repeats)]
-    values = torch.tensor([metric(log_probs[i], y[i]) for i in draws], dtype=torch.float64)
-    tails = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
-    low, high = values.quantile(tails).tolist()
-    return low, high

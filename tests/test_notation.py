@@ -21,7 +21,7 @@ MODULES = [info.name for info in pkgutil.iter_modules(dpivon.__path__)]
 NOT_SYMBOLS = {
     "alone", "batch_sizes", "bins", "blocks", "budget", "budgets", "calibration", "chunk", "chunk_size", "classes",
     "clipped", "confidence", "count", "done", "errors", "height", "hidden", "high", "holdout", "level", "limit", "low",
-    "mean", "metric", "narrow", "numbers", "p", "p_values", "places", "rate", "recipe", "repeats", "resources",
+    "mean", "narrow", "numbers", "p", "p_values", "places", "rate", "recipe", "repeats", "resources",
     "seconds", "seed", "seeds", "set_aside", "shape", "share", "sigma", "sizes", "slower", "step", "strength", "trials",
     "wide", "width", "workers",
 }  # fmt: skip
