@@ -3,11 +3,11 @@
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dpivon import data, ledger, train
+from dpivon import data, grid, ledger, train
 from dpivon.methods import METHODS
 from dpivon.seeds import by_method, mean_and_error, values
 
@@ -106,10 +106,11 @@ class Compare:
         """The records of all runs, those that were missing appended to the ledger as they end."""
         configs = self.configs()
         images = data.load(self.data, self.root)
-        done = {r["key"]: r for r in ledger.read(self.ledger, strict=False) if r["status"] == "finished"}
+        lines = ledger.read(self.ledger, strict=False)
+        done = {grid.key(r["config"], r["recipe"]): r for r in lines if r["status"] == "finished"}
         found = []
         for i, config in enumerate(configs, start=1):
-            key = ledger.key(asdict(config), train.RECIPE)
+            key = grid.key(config)
             if key not in done:
                 done[key] = train.run(config, images=images, ledger_path=self.ledger)
                 report(f"{i} of {len(configs)}: {config.method}, epsilon {config.epsilon:g}, seed {config.seed}")

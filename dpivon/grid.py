@@ -5,10 +5,12 @@ import itertools
 import math
 import tomllib
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from dpivon.config import Config, resolve
+from dpivon import ledger
+from dpivon.config import RECIPE, Config, resolve
 
 HINTS = get_type_hints(Config)
 MOST = 100_000
@@ -116,3 +118,12 @@ def expected(hint: Any) -> list[Any]:
         return list(get_args(hint))
     parts = [part for part in get_args(hint) if part is not type(None)]
     return [kind for part in parts for kind in expected(part)] or [hint]
+
+
+def key(config: Config | Mapping[str, Any], recipe: int = RECIPE) -> str:
+    """The ledger's key of a configuration in which 30 and 30.0 are the same number, as they are to a run."""
+    fields = dict(config) if isinstance(config, Mapping) else asdict(config)
+    return ledger.key(
+        {name: float(v) if type(v) is int and float in expected(HINTS.get(name)) else v for name, v in fields.items()},
+        recipe,
+    )

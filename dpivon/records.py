@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import tyro
 
-from dpivon import ledger, train
+from dpivon import grid, ledger, train
 from dpivon.seeds import mean_and_error
 
 METRICS = ("accuracy", "nll", "ece", "overconfidence")
@@ -156,19 +156,19 @@ def listing(records: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> lis
 
 def groups(records: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
     """The finished runs of each configuration and recipe, one a seed: of two lines with the same key, the later."""
-    latest = {r["key"]: r for r in records if r["status"] == "finished"}
+    latest = {grid.key(r["config"], r["recipe"]): r for r in records if r["status"] == "finished"}
     found: dict[str, list[Mapping[str, Any]]] = {}
     for r in latest.values():
-        found.setdefault(ledger.key({**r["config"], "seed": None}, r["recipe"]), []).append(r)
+        found.setdefault(grid.key({**r["config"], "seed": None}, r["recipe"]), []).append(r)
     return found
 
 
 def differing(records: Iterable[Mapping[str, Any]]) -> list[str]:
     """The settings in which runs of the same method differ."""
-    seen: dict[tuple[str, str], set[str]] = {}
+    seen: dict[tuple[str, str], set[Any]] = {}
     for r in records:
         for name, setting in r["config"].items():
-            seen.setdefault((r["config"]["method"], name), set()).add(repr(setting))
+            seen.setdefault((r["config"]["method"], name), set()).add(setting)
     return list(dict.fromkeys(name for (_, name), found in seen.items() if len(found) > 1 and name != "seed"))
 
 

@@ -20,6 +20,7 @@ import torch
 import tyro
 
 from dpivon import data, grid, ledger, train
+from dpivon.grid import key as key
 
 # Local workers need not chat, and Ctrl-C, which the terminal sends to all, is for the sweep to hear, not for them. And
 # dask would have them hand back each freed tensor to the system, so that every step pays for new pages: a third of the
@@ -137,15 +138,6 @@ class Sweep:
 
 
 # ---- what there is already
-
-
-def key(config: train.Config | Mapping[str, Any], recipe: int | None = None) -> str:
-    """The ledger's key of a configuration, in which 30 and 30.0 are the same number; of this recipe by default."""
-    fields = dict(config) if isinstance(config, Mapping) else asdict(config)
-    for name, setting in fields.items():
-        if type(setting) is int and name in grid.HINTS and float in grid.expected(grid.HINTS[name]):
-            fields[name] = float(setting)
-    return ledger.key(fields, train.RECIPE if recipe is None else recipe)
 
 
 def records(path: str | Path) -> dict[str, dict[str, Any]]:

@@ -2,11 +2,12 @@
 
 import math
 import statistics
+from dataclasses import asdict, replace
 
 import pytest
 import tyro
 
-from dpivon import compare, ledger, train
+from dpivon import compare, ledger, records, train
 from dpivon.__main__ import spread
 
 
@@ -112,3 +113,25 @@ def test_the_memory_of_a_run_is_that_of_its_training(monkeypatch):
 
 def test_a_record_without_costs_shows_a_dash():
     assert compare.cost([{"config": {}}], "stored", ",.0f") == "-"
+
+
+def test_a_run_that_was_made_with_the_default_written_out_is_not_made_again(tmp_path, monkeypatch):
+    one = compare.Compare(methods=("dp-sgd",), epsilon=(3.0,), seeds=1, ledger=tmp_path / "runs.jsonl")
+    made = []
+    monkeypatch.setattr(train, "run", lambda config, **_: made.append(config) or {"status": "finished"})
+    (config,) = one.configs()
+    assert type(config.epochs) is int
+    line = {"config": asdict(replace(config, epochs=float(config.epochs))), "recipe": 2, "status": "finished"}
+    monkeypatch.setattr(ledger, "read", lambda *_, **__: [line])
+    assert one.run(print) == [line]
+    assert not made
+
+
+def test_thirty_epochs_are_one_configuration_however_they_are_written():
+    config = asdict(train.resolve(train.Config(seed=0)))
+    lines = [
+        {"key": str(k), "status": "finished", "recipe": 2, "config": {**config, "seed": k, "epochs": epochs}}
+        for k, epochs in enumerate((30, 30.0))
+    ]
+    assert [len(group) for group in records.groups(lines).values()] == [2]
+    assert records.differing(lines) == []
