@@ -32,7 +32,7 @@ class Train:
         write the learned posterior and its privacy statement to this file, which may be published where the
         statement says so. `dpivon.posterior.load` reads it.
     samples_folder
-        an empty folder for the iterates that Langevin dynamics keeps, which then need no memory.
+        an empty folder for the iterates that a method keeps (dp-sgd-snapshots, dp-sgld), which then need no memory.
     shifted
         evaluate on corrupted and on strange images too.
     device

@@ -9,6 +9,9 @@ from dpivon.methods import get
 # Raise it when a change alters the numbers of a run: what was recorded under the old number is then stale.
 RECIPE = 2
 
+# What the book recommends where no other choice is made: chapter *When privacy is strong*.
+RECOMMENDED = "dp-sgd-snapshots"
+
 # What some methods read and others do not.
 SETTINGS = (
     "beta1", "beta2", "weight_decay", "damping", "hess_init", "ess", "scale", "temperature", "prior_scale",
@@ -34,7 +37,8 @@ class Config:
     model
         'mlp', 'lenet' or 'tanh_cnn'; digits and tumors: mlp, cifar10: lenet.
     method
-        a name in `methods.METHODS`; those that begin with 'dp-' are private.
+        a name in `methods.METHODS`; those that begin with 'dp-' are private. The default, dp-sgd-snapshots, averages
+        the predictions of a run's iterates, and is what the book recommends.
     epsilon
         the budget, from which the noise multiplier follows; 3 where neither is given.
     noise_multiplier
@@ -92,7 +96,7 @@ class Config:
 
     data: Literal["digits", "tumors", "cifar10"] = "digits"
     model: Literal["mlp", "lenet", "tanh_cnn"] | None = None
-    method: str = "dp-sgd"
+    method: str = RECOMMENDED
     epsilon: float | None = None
     noise_multiplier: float | None = None
     delta: float = 1e-5

@@ -64,8 +64,8 @@ def run(
     export_path
         write the posterior, with the privacy statement, to this file; see `posterior.load`.
     samples_path
-        an empty folder, or that of the run that is resumed: Langevin dynamics writes each iterate that it keeps into a
-        file there, instead of holding all in memory; `snapshots.Stored` reads them.
+        an empty folder, or that of the run that is resumed: a method that keeps iterates writes each into a file there,
+        instead of holding all in memory; `snapshots.Stored` reads them.
     shifted
         evaluate on corrupted and on strange images too, by `shift.evaluate`; takes longer than training on the digits.
     device

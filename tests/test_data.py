@@ -911,3 +911,13 @@ def test_the_real_cifar10(cifar10_root: Path) -> None:
     # Known channel means of the official training images, in units of the byte range.
     means = images.x_train.mean((0, 2, 3)) / 2 + 0.5
     torch.testing.assert_close(means, torch.tensor([0.4914, 0.4822, 0.4465]), atol=2e-3, rtol=0)
+
+
+def test_missing_values_are_refused_with_a_remedy():
+    """Training would give their examples a gradient of zero, and say nothing."""
+    x, y = torch.zeros(4, 1, 1, 3), torch.zeros(4, dtype=torch.int64)
+    x[2, 0, 0, 1] = torch.nan
+    with pytest.raises(data.DataError, match="x_train holds values that are not finite; put a public constant"):
+        data.Images("table", x, y, x[:2], y[:2], ("one",))
+    with pytest.raises(data.DataError, match=r"a table of F columns is \(N, 1, 1, F\)"):
+        data.Images("table", torch.zeros(4, 3), y, torch.zeros(2, 3), y[:2], ("one",))

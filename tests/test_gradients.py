@@ -1,6 +1,7 @@
 """Per-example gradients: right for any module, clipped to sensitivity C, in constant memory."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -331,3 +332,32 @@ def test_errors_name_value_and_remedy(problem):
         gradients.clipped_sum(model, F.cross_entropy, x, y, 1.0, chunk_size=-9)
     with pytest.raises(ValueError, match="no trainable parameter"):
         gradients.clipped_sum(model.requires_grad_(False), F.cross_entropy, x, y, 1.0)
+
+
+def test_class_weights_that_would_cancel_are_refused_and_the_remedy_weights():
+    """In a batch of one torch divides by the weight of its label, so gradients would be as without weights."""
+    net, weight = nn.Linear(3, 2), torch.tensor([0.1, 10.0])
+    x, y = torch.randn(4, 3), torch.tensor([0, 1, 0, 1])
+    losses = (nn.CrossEntropyLoss(weight=weight), nn.NLLLoss(weight=weight), partial(F.cross_entropy, weight=weight))
+    for loss in losses:
+        with pytest.raises(ValueError, match=r"class weights have no effect.*use lambda output, y:"):
+            gradients.clipped_sum(net, loss, x, y, 1.0)
+        with pytest.raises(ValueError, match="class weights have no effect"):
+            gradients.mean_gradient(net, loss, x, y)
+
+    def remedy(output, y):
+        return (F.cross_entropy(output, y, reduction="none") * weight[y]).mean()
+
+    plain, _ = gradients.per_example_gradients(net, F.cross_entropy, x, y)
+    weighted, _ = gradients.per_example_gradients(net, remedy, x, y)
+    for a, b in zip(plain, weighted, strict=True):
+        torch.testing.assert_close(b, a * weight[y].view(-1, *[1] * (a.dim() - 1)))
+    for fine in (nn.CrossEntropyLoss(), nn.CrossEntropyLoss(weight=weight, reduction="sum"), nn.BCEWithLogitsLoss()):
+        gradients.check_loss(fine)
+
+
+def test_arrays_are_refused_by_name():
+    net, x, y = nn.Linear(3, 2), torch.randn(4, 3), torch.tensor([0, 1, 0, 1])
+    for inputs, labels in ((x.numpy(), y), (x, y.numpy()), ({"a": x.numpy()}, y)):
+        with pytest.raises(ValueError, match=r"must be tensors, got ndarray; torch\.as_tensor"):
+            gradients.clipped_sum(net, F.cross_entropy, inputs, labels, 1.0)

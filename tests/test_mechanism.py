@@ -11,7 +11,7 @@ from opacus.optimizers import AdaClipDPOptimizer, DPOptimizer
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from dpivon import adaptive, backprop, gradients, mechanism, models
+from dpivon import accounting, adaptive, backprop, gradients, mechanism, models
 from dpivon.door import make_private
 from dpivon.ivon import IVON
 
@@ -550,3 +550,43 @@ def test_the_plain_twin_is_the_mean_gradient(images):
     mechanism.plain_gradient(model, F.cross_entropy, *images)
     F.cross_entropy(other(images[0]), images[1]).backward()
     torch.testing.assert_close(flat(model), flat(other))
+
+
+def test_the_statement_is_of_the_steps_that_were_taken_and_of_nothing_that_was_typed():
+    """A cell that is run twice takes twice the steps, and says so."""
+    net, x, y = nn.Linear(3, 1), torch.zeros(1000, 3), torch.zeros(1000, 1)
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    dp = mechanism.mechanism(sgd, noise_multiplier=2.0, max_grad_norm=0.5, batch_size=10, n=1000)
+    with pytest.raises(ValueError, match="nothing was released yet"):
+        mechanism.statement(dp, 1e-5)
+    for times in (1, 2):
+        for batch in mechanism.poisson_batches(1000, 10, 50):
+            mechanism.private_gradient(net, F.mse_loss, x[batch], y[batch], dp)
+            sgd.step()
+        said = mechanism.statement(dp, 1e-5)
+        expected = accounting.statement(
+            2.0, 50 * times, 1e-5, max_grad_norm=0.5, batch_size=10, n=1000, simulation=False
+        )
+        assert said == expected
+    dp.noise_multiplier = 4.0
+    mechanism.private_gradient(net, F.mse_loss, x[:3], y[:3], dp)
+    more = mechanism.statement(dp, 1e-5)
+    assert more.besides == ((4.0, 0.01, 1),)
+    assert more.epsilon > said.epsilon
+    with pytest.raises(ValueError, match="delta must be below"):
+        mechanism.statement(dp, 0.1)
+
+
+@pytest.mark.parametrize("kind", ["rdp", "prv"])
+def test_the_statement_goes_by_the_accountant_and_tells_of_a_generator(kind):
+    net = nn.Linear(3, 1)
+    mine = accounting.new_accountant(kind)  # empty, and so false where it is asked for its truth
+    dp = mechanism.mechanism(
+        torch.optim.SGD(net.parameters(), lr=0.1), noise_multiplier=2.0, max_grad_norm=0.5, batch_size=10, n=1000,
+        accountant=mine, generator=mechanism.new_generator(0),
+    )  # fmt: skip
+    mechanism.private_gradient(net, F.mse_loss, torch.zeros(0, 3), torch.zeros(0, 1), dp)
+    assert [tuple(entry) for entry in mine.history] == [(2.0, 0.01, 1)]
+    said = mechanism.statement(dp, 1e-5)
+    assert (said.accountant, said.simulation) == (kind, True)
+    assert not mechanism.statement(dp, 1e-5, simulation=False).simulation

@@ -157,3 +157,22 @@ def test_closer_looks_name_what_is_wrong():
     log_probs = torch.zeros(2, 2).log_softmax(1)
     with pytest.raises(ValueError, match="bins must be at least 1, got 0"):
         metrics.reliability(log_probs, y, 0)
+
+
+class Two(torch.nn.Module):
+    """A network with two inputs by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers, self.wards = torch.nn.Linear(3, 4), torch.nn.Embedding(5, 4)
+
+    def forward(self, x):
+        return self.numbers(x["numbers"]) + self.wards(x["wards"])
+
+
+def test_predictions_for_several_inputs_are_cut_into_chunks_too():
+    net, x = Two(), {"numbers": torch.randn(11, 3), "wards": torch.arange(11) % 5}
+    whole = predict.log_probs(net, x)
+    assert whole.shape == (11, 4)
+    torch.testing.assert_close(predict.log_probs(net, x, chunk=4), whole)
+    torch.testing.assert_close(whole, net(x).log_softmax(1).detach())

@@ -584,3 +584,29 @@ def test_without_the_doors_help_the_authors_optimizer_would_not_be_private():
             optimizer.step()
         results.append(weights(model))
     assert torch.equal(*results)
+
+
+class Centered(nn.Module):
+    """A hand-written batch mean: the oldest way to mix examples."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.layer(x - x.mean(0))
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_a_batch_mean_by_hand_is_refused(mode):
+    net = Centered()
+    before = {name: p.clone() for name, p in net.named_parameters()}
+    dataset = TensorDataset(torch.randn(20, 3), torch.zeros(20, dtype=torch.long))
+    with pytest.raises(ValueError, match="depends on the others in its batch"):
+        make_private(
+            net, torch.optim.SGD(net.parameters(), lr=0.1), dataset, loss=nn.CrossEntropyLoss(), noise_multiplier=1.0,
+            max_grad_norm=1.0, batch_size=5, mode=mode,
+        )  # fmt: skip
+    assert net.training
+    assert all(torch.equal(p, before[name]) for name, p in net.named_parameters())
+    net(torch.randn(4, 3)).sum().backward()  # no hook is left on it

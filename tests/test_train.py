@@ -345,8 +345,9 @@ def test_the_documented_defaults_are_the_real_ones():
     assert {defaults["max_grad_norm"] for defaults in (digits, tumors, cifar10)} == {1.0}
     lr = methods.get("dp-sgd").lr
     assert f"dp-sgd on digits and tumors: {lr['digits']:g}, on cifar10: {lr['cifar10']:g}" in text
-    assert train.resolve(train.Config(data="tumors")).lr == lr["digits"]
-    assert train.resolve(train.Config()).epsilon == 3
+    assert train.resolve(train.Config(method="dp-sgd", data="tumors")).lr == lr["digits"]
+    default = train.resolve(train.Config())
+    assert (default.method, default.epsilon, default.samples) == ("dp-sgd-snapshots", 3, 16)
 
 
 def test_a_statement_rounds_epsilon_up_and_says_when_there_is_none():
