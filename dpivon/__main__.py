@@ -291,6 +291,9 @@ def main() -> None:
     except (ValueError, OSError, FloatingPointError, ledger.LedgerError) as error:
         print(f"dpivon: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("dpivon: interrupted", file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -185,6 +185,11 @@ def noise_for(
             f"epsilon {epsilon:g} is out of reach in {steps} steps at delta {delta:g}: the {accountant!r} accountant "
             f"finds no noise for it ({error}); take fewer steps, a larger epsilon or delta, or the other accountant"
         ) from error
+    if sigma < LEAST_NOISE:
+        raise ValueError(
+            f"epsilon {epsilon:g} allows a noise multiplier below {LEAST_NOISE:g}, which is as good as none; take a "
+            "smaller epsilon, or a method without 'dp-'"
+        )
     return float(sigma)
 
 

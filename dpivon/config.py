@@ -151,6 +151,8 @@ def resolve(config: Config) -> Config:
         raise ValueError("give epsilon or noise_multiplier, not both: one follows from the other")
     read = [name for name in (*method.settings, *method.network_settings) if name != "samples"]
     unread = [name for name in SETTINGS if name not in read and getattr(config, name) is not None]
+    if config.samples and "samples" not in {*method.settings, *method.defaults}:
+        raise ValueError(f"{config.method!r} predicts by one network, so it takes no samples; 'dp-sgd-snapshots' does")
     if unread:
         raise ValueError(f"{config.method!r} does not read {', '.join(unread)}; it reads {', '.join(read)}")
     defaults = {

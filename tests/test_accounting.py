@@ -381,3 +381,8 @@ def test_a_statement_says_what_was_released_besides_and_of_a_temperature():
 def test_a_further_release_out_of_range_is_refused(event):
     with pytest.raises(ValueError, match="must be"):
         accounting.epsilon(1.0, 0.1, 10, 1e-5, besides=[event])
+
+
+def test_a_budget_that_needs_no_noise_is_refused():
+    with pytest.raises(ValueError, match=r"epsilon 1e\+06 allows a noise multiplier below 0\.01"):
+        accounting.noise_for(1e6, 0.01, 10, DELTA)

@@ -423,3 +423,9 @@ def test_checkpoints_of_two_runs_are_told_apart_by_processes_that_resume(tmp_pat
     monkeypatch.setattr(processes, "same", lambda state: False)
     with pytest.raises(ValueError, match="of different steps or runs"):
         train.run(config, checkpoint_path=tmp_path / "one")
+
+
+def test_a_method_without_draws_takes_no_samples():
+    with pytest.raises(ValueError, match="'dp-sgd' predicts by one network, so it takes no samples"):
+        train.resolve(train.Config(method="dp-sgd", samples=4))
+    assert train.resolve(train.Config(method="dp-sgd", samples=0)).samples == 0
