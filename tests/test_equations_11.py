@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from notebook import definitions
 from torch import nn
 
-from dpivon import accounting, adaptive, curvature, metrics, predict, rules, snapshots
+from dpivon import accounting, adaptive, curvature, ivon, metrics, predict, rules, snapshots
 
 chapter = definitions("book/11_when_privacy_is_strong.ipynb")
 
@@ -181,3 +181,15 @@ def test_the_budget_s_distance_is_that_of_the_accountant_where_noise_is_strong()
         sigma = b / N * math.sqrt(steps) / 0.2
         spent.append(accounting.epsilon(sigma, b / N, steps, 1e-5))
     assert spent[0] == pytest.approx(spent[1], rel=0.05)
+
+
+@pytest.mark.equation("eq-lasting-error")
+@given(beta2=st.floats(0.5, 0.999), A=st.floats(0.02, 10), damping=st.floats(1e-4, 0.01))
+def test_an_estimate_that_stays_negative_carries_the_precision_to_a_point_far_below_it(beta2, A, damping):
+    k = (1 - beta2) / (1 + beta2) * (A - damping)
+    points = torch.tensor([k, k * (1 + 1e-6)], dtype=torch.float64)
+    h = points - damping
+    after = ivon.new_curvature(h, torch.full_like(h, -A), {"beta2": beta2, "weight_decay": damping}) + damping
+    assert after[0].item() == pytest.approx(k, rel=1e-9)
+    slope = (after[1] - after[0]) / (points[1] - points[0])
+    assert slope.item() == pytest.approx(-beta2, rel=1e-3)
