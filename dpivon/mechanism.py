@@ -5,6 +5,7 @@ Only what this file writes to `p.grad` is accounted for. Everything an optimizer
 
 import hashlib
 import secrets
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -174,9 +175,31 @@ def mechanism(
     )
     dp.accountant = accounting.new_accountant("rdp") if accountant is None else accountant  # an empty one is false
     dp.n, dp.seeded = n, generator is not None
+    refuse_raw_gradients(dp)
     dp.attach_step_hook(dp.accountant.get_optimizer_hook_fn(sample_rate=batch_size / n))
     set_noise_std(dp)
     return dp
+
+
+def refuse_raw_gradients(dp: DPOptimizerFastGradientClipping) -> None:
+    """Let the optimizer's `step()` raise where a backward pass came after the last private gradient, or in its place."""
+    known = weakref.ref(dp)  # with the mechanism its watch ends: the network may go on with public data
+    dp.raw = False
+
+    def after_backward(p: Tensor) -> None:
+        if (dp := known()) is not None:
+            dp.raw = True
+
+    def before_step(*_: Any) -> None:
+        if (dp := known()) is not None and dp.raw:
+            raise RuntimeError(
+                "backward() has put a gradient into p.grad that is neither clipped nor noised; call private_gradient "
+                "in its place, and nothing between it and step()"
+            )
+
+    for p in dp.params:
+        p.register_post_accumulate_grad_hook(after_backward)
+    dp.original_optimizer.register_step_pre_hook(before_step)
 
 
 def statement(
@@ -343,6 +366,7 @@ def private_gradient(
     finally:
         for p in parameters.values():
             p.summed_grad = None  # type: ignore[attr-defined]  # the un-noised sum must not outlive the mechanism
+    dp.raw = False
     check_finite(parameters)
     set_noise_std(dp)
     return Diagnostics(clipped.loss, clipped.clipped, clipped.size)

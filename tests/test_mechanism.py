@@ -1,6 +1,7 @@
 """The Gaussian mechanism: right noise, exact q and b, Opacus' answer, and no way round it."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -590,3 +591,29 @@ def test_the_statement_goes_by_the_accountant_and_tells_of_a_generator(kind):
     said = mechanism.statement(dp, 1e-5)
     assert (said.accountant, said.simulation) == (kind, True)
     assert not mechanism.statement(dp, 1e-5, simulation=False).simulation
+
+
+def test_a_raw_gradient_does_not_reach_the_optimizer():
+    """Two habits of other loops: a penalty's backward after the private gradient, and a backward in its place."""
+    net, x, y = nn.Linear(3, 1), torch.ones(4, 3), torch.ones(4, 1)
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    dp = mechanism.mechanism(sgd, noise_multiplier=1.0, max_grad_norm=1.0, batch_size=2, n=4)
+    before = [p.clone() for p in net.parameters()]
+    F.mse_loss(net(x), y).backward()
+    with pytest.raises(RuntimeError, match=r"backward\(\) has put a gradient into p\.grad"):
+        sgd.step()
+    mechanism.private_gradient(net, F.mse_loss, x, y, dp)
+    net.weight.square().sum().backward()
+    with pytest.raises(RuntimeError, match=r"neither clipped nor noised"):
+        sgd.step()
+    assert all(torch.equal(p, b) for p, b in zip(net.parameters(), before, strict=True))
+    mechanism.private_gradient(net, F.mse_loss, x, y, dp)
+    torch.autograd.grad(F.mse_loss(net(x), y), list(net.parameters()))  # a look puts nothing into p.grad
+    sgd.step()
+    assert not any(torch.equal(p, b) for p, b in zip(net.parameters(), before, strict=True))
+    F.mse_loss(net(x), y).backward()
+    torch.optim.SGD(net.parameters(), lr=0.1).step()  # another optimizer may train on public data
+    del dp
+    gc.collect()
+    F.mse_loss(net(x), y).backward()
+    sgd.step()

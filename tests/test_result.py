@@ -94,3 +94,46 @@ def test_the_readmes_sentence_holds(found):
     assert learned.high > 0, "a curvature that is not learned does as well"
     adam = seeds.paired(groups["dp-ivon-gradsq"], groups["dp-adam"], "nll")
     assert adam.high < 0
+
+
+def experiment(grid, name):
+    """The runs of a grid by method, the averaged weights of a walk and those with a temperature as methods of their own."""
+    runs, missing = sweep.results(result.RESULTS / "grids" / f"{grid}.toml", result.RESULTS / f"{name}.jsonl")
+    assert not missing
+    renamed = []
+    for r in runs:
+        c = r["config"]
+        if c["method"] == "dp-sgd-average" and c["calibration"]:
+            c = {**c, "method": "dp-sgd-average, tempered"}
+        renamed.append({**r, "config": c})
+        if c["method"] == "dp-sgd-snapshots":
+            renamed.append(
+                {**r, "config": {**c, "method": "dp-sgd-average"}, "results": {"mean": r["results"]["mean"]}}
+            )
+    return seeds.by_method(renamed)
+
+
+def test_what_the_readme_claims_of_the_recommended_method_is_what_the_ledger_says():
+    text = (result.RESULTS.parents[1] / "README.md").read_text(encoding="utf-8")
+    (claim,) = re.findall(r"no control has a lower\nNLL, and (\w+) of (\w+) have a clearly higher one", text)
+    groups, finalists = experiment("strong", "strong"), ("dp-sgd-snapshots", "dp-ivon-snapshots")
+    controls = [m for m in groups if m not in finalists]
+    tests = [(a, b, seeds.paired(groups[a], groups[b], "nll")) for a in finalists for b in controls]
+    corrected = seeds.holm([d.p for _, _, d in tests])
+    ours = {b: (d.mean, p) for (a, b, d), p in zip(tests, corrected, strict=True) if a == finalists[0]}
+    told = {b for b, (mean, p) in ours.items() if mean < 0 and p <= 0.05}
+    words = dict(zip(("five", "six", "seven", "eight", "nine"), range(5, 10), strict=True))
+    assert (words[claim[0]], words[claim[1]]) == (len(told), len(controls))
+    assert all(mean < 0 for mean, _ in ours.values())
+    assert {"dp-sgd", "dp-ivon-gradsq"} <= told
+    assert {len(group) for group in groups.values()} == {5}
+
+
+def test_at_epsilon_8_the_recommended_method_is_not_worse_than_the_papers():
+    groups = experiment("strong_budgets", "strong_budgets")
+    ours, paper = (
+        [r for r in groups[m] if r["config"]["epsilon"] == 8] for m in ("dp-sgd-snapshots", "dp-ivon-gradsq")
+    )
+    assert len(ours) == len(paper) == 5
+    assert seeds.paired(ours, paper, "nll").high < 0.01
+    assert seeds.paired(ours, paper, "accuracy").low > -0.01
