@@ -182,7 +182,7 @@ def mechanism(
 
 
 def refuse_raw_gradients(dp: DPOptimizerFastGradientClipping) -> None:
-    """Let the optimizer's `step()` raise where a backward pass came after the last private gradient, or in its place."""
+    """Let the optimizer's `step()` raise where a backward pass came after a private gradient, or in its place."""
     known = weakref.ref(dp)  # with the mechanism its watch ends: the network may go on with public data
     dp.raw = False
 

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from dpivon import checkpoint, models, predict, snapshots
-from dpivon.gradients import trainable
 from dpivon.temperature import scaled
 from dpivon.weights import held, normal_like
 
@@ -145,7 +144,8 @@ def save(
     kept = isinstance(optimizer, (snapshots.Kept, snapshots.Stored))
     for k in range(len(optimizer) if kept else 0):
         with optimizer.sampled_params():
-            tensors |= {f"iterate.{k:06}.{name}": p.detach().clone() for name, p in trainable(model).items()}
+            moved = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+        tensors |= {f"iterate.{k:06}.{name}": value for name, value in moved.items()}
     bad = [name for name, value in tensors.items() if not value.isfinite().all()]
     if bad:
         raise ValueError(f"{bad[0]!r} is not finite: training diverged; lower the learning rate")
