@@ -97,7 +97,7 @@ def test_the_readmes_sentence_holds(found):
 
 
 def experiment(grid, name):
-    """The runs of a grid by method; averaged weights of a walk, and those with a temperature, are methods of their own."""
+    """The runs of a grid by method; averaged weights, and those with a temperature, are methods of their own."""
     runs, missing = sweep.results(result.RESULTS / "grids" / f"{grid}.toml", result.RESULTS / f"{name}.jsonl")
     assert not missing
     renamed = []
