@@ -154,7 +154,7 @@ def test_a_full_disk_at_a_checkpoint_ends_the_run_and_keeps_the_last_one(digits,
 def tiny(n, channels=1, size=8, classes=2):
     x = torch.rand(n, channels, size, size)
     y = torch.arange(n) % classes
-    return data.Images("tiny", x, y, x[:1], y[:1], tuple(str(k) for k in range(classes)))
+    return data.Images("digits", x, y, x[:1], y[:1], tuple(str(k) for k in range(classes)))
 
 
 def test_one_example_is_a_data_set():

@@ -135,5 +135,5 @@ def test_at_epsilon_8_the_recommended_method_is_not_worse_than_the_papers():
         [r for r in groups[m] if r["config"]["epsilon"] == 8] for m in ("dp-sgd-snapshots", "dp-ivon-gradsq")
     )
     assert len(ours) == len(paper) == 5
-    assert seeds.paired(ours, paper, "nll").high < 0.01
+    assert seeds.paired(ours, paper, "nll").high < 0
     assert seeds.paired(ours, paper, "accuracy").low > -0.01
