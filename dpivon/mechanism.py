@@ -197,6 +197,12 @@ def refuse_raw_gradients(dp: DPOptimizerFastGradientClipping) -> None:
                 "in its place, and nothing between it and step()"
             )
 
+    def step(*_: Any) -> None:
+        raise RuntimeError(
+            "step the optimizer itself; private_gradient has added the noise and counted the step already"
+        )
+
+    dp.step = step  # Opacus' own would add noise and count once more
     for p in dp.params:
         p.register_post_accumulate_grad_hook(after_backward)
     dp.original_optimizer.register_step_pre_hook(before_step)

@@ -607,6 +607,8 @@ def test_a_raw_gradient_does_not_reach_the_optimizer():
     with pytest.raises(RuntimeError, match=r"neither clipped nor noised"):
         sgd.step()
     assert all(torch.equal(p, b) for p, b in zip(net.parameters(), before, strict=True))
+    with pytest.raises(RuntimeError, match="step the optimizer itself"):
+        dp.step()
     mechanism.private_gradient(net, F.mse_loss, x, y, dp)
     torch.autograd.grad(F.mse_loss(net(x), y), list(net.parameters()))  # a look puts nothing into p.grad
     sgd.step()
