@@ -162,6 +162,9 @@ def resolve(config: Config) -> Config:
         "lr": method.lr.get(config.data, method.lr["digits"]),  # the networks of digits and tumors are alike
         **method.defaults,
     }
+    lacking = [name for name in ("model", "batch_size", "epochs", "max_grad_norm") if defaults.get(name) is None]
+    if any(getattr(config, name) is None for name in lacking):
+        raise ValueError(f"config.DEFAULTS[{config.data!r}] lacks {', '.join(lacking)}; add what your data need")
     filled = {name: value for name, value in defaults.items() if getattr(config, name) is None}
     if private and config.epsilon is None and config.noise_multiplier is None:
         filled["epsilon"] = 3.0

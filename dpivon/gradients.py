@@ -52,17 +52,22 @@ def check_examples_independent(model: nn.Module) -> None:
             )
 
 
-def check_loss(loss: Loss) -> None:
+def check_loss(loss: Loss, y: Tensor) -> None:
     """Refuse class weights that would cancel: torch divides the mean loss by the weights of its labels, here just one.
 
     Raises
     ------
     ValueError
-        naming a loss that weights the examples.
+        the loss is torch's cross-entropy with weights, and each example has one label.
     """
-    settings = loss.keywords if isinstance(loss, partial) else vars(loss) | getattr(loss, "_buffers", {})
+    if isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)):
+        settings = {"weight": loss.weight, "reduction": loss.reduction}
+    elif isinstance(loss, partial) and loss.func in (F.cross_entropy, F.nll_loss):
+        settings = loss.keywords
+    else:
+        return
     mean = settings.get("reduction", "mean") == "mean"
-    if mean and settings.get("weight") is not None and not isinstance(loss, (nn.BCELoss, nn.BCEWithLogitsLoss)):
+    if mean and settings.get("weight") is not None and y.dim() == 1 and not y.is_floating_point():
         raise ValueError(
             "class weights have no effect on the mean loss of one example, which torch divides by them; use lambda "
             "output, y: (F.cross_entropy(output, y, reduction='none') * weight[y]).mean(), with a weight that is public"
@@ -330,10 +335,10 @@ def clipped_sum(
     """
     if not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm must be > 0, got {max_grad_norm}; 1.0 is a common start")
-    check_loss(loss)
     strange = [type(leaf).__name__ for leaf in (*tree_leaves(x), y) if not isinstance(leaf, Tensor)]
     if strange:
         raise ValueError(f"x and y must be tensors, got {strange[0]}; torch.as_tensor makes one of an array")
+    check_loss(loss, y)
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}; None chooses by the model's size")
     parameters = trainable(model)
@@ -392,7 +397,7 @@ def mean_gradient(model: nn.Module, loss: Loss, x: Any, y: Tensor) -> tuple[list
     model, loss, x, y
         as in `per_example_gradients`; `loss` averages over the batch. An empty batch gives zeros.
     """
-    check_loss(loss)  # so that the twin trains the same loss
+    check_loss(loss, y)  # so that the twin trains the same loss
     parameters = list(trainable(model).values())
     if len(y) == 0:
         return [torch.zeros_like(p) for p in parameters], 0.0

@@ -174,7 +174,8 @@ def mechanism(
         generator=generator or new_generator(device=optimizer.param_groups[0]["params"][0].device),
     )
     dp.accountant = accounting.new_accountant("rdp") if accountant is None else accountant  # an empty one is false
-    dp.n, dp.seeded = n, generator is not None
+    dp.n, dp.batch_size, dp.seeded = n, batch_size, generator is not None
+    dp.taken, dp.norms = 0, set()
     refuse_raw_gradients(dp)
     dp.attach_step_hook(dp.accountant.get_optimizer_hook_fn(sample_rate=batch_size / n))
     set_noise_std(dp)
@@ -182,36 +183,53 @@ def mechanism(
 
 
 def refuse_raw_gradients(dp: DPOptimizerFastGradientClipping) -> None:
-    """Let the optimizer's `step()` raise where a backward pass came after a private gradient, or in its place."""
-    known = weakref.ref(dp)  # with the mechanism its watch ends: the network may go on with public data
-    dp.raw = False
+    """Let the optimizer's `step()` raise where a backward pass came after a private gradient, or in its place.
+
+    It cannot see a gradient that somebody assigns to `p.grad`, nor another optimizer of the same parameters.
+    """
+    known, optimizer = weakref.ref(dp), dp.original_optimizer  # with the mechanism its watch ends
+    watched = {id(p) for p in dp.params}
 
     def after_backward(p: Tensor) -> None:
-        if (dp := known()) is not None:
-            dp.raw = True
+        if known() is not None:
+            optimizer.raw = True
 
-    def before_step(*_: Any) -> None:
-        if (dp := known()) is not None and dp.raw:
+    def check() -> None:
+        if known() is None:
+            return
+        given = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if any(id(p) not in watched for p in given):
+            raise RuntimeError("parameters were unfrozen after mechanism(); call it again, on a new optimizer")
+        if given and optimizer.raw:
             raise RuntimeError(
                 "backward() has put a gradient into p.grad that is neither clipped nor noised; call private_gradient "
-                "in its place, and nothing between it and step()"
+                "in its place, and nothing between it and step(). To go on with public data, take a new optimizer"
             )
 
-    def step(*_: Any) -> None:
-        raise RuntimeError(
-            "step the optimizer itself; private_gradient has added the noise and counted the step already"
-        )
+    def before_step(_: Any, args: Any, kwargs: Any) -> Any:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # torch's args begin with the optimizer
+        if closure is None:
+            return check()
 
-    dp.step = step  # Opacus' own would add noise and count once more
+        def checked() -> Any:
+            value = closure()
+            check()
+            return value
+
+        return (args[0], checked), {}
+
+    optimizer.raw = False
     for p in dp.params:
         p.register_post_accumulate_grad_hook(after_backward)
-    dp.original_optimizer.register_step_pre_hook(before_step)
+    optimizer.register_step_pre_hook(before_step)
 
 
 def statement(
     dp: DPOptimizerFastGradientClipping, delta: float, simulation: bool | None = None
 ) -> accounting.PrivacyStatement:
     """The privacy statement of the steps that `dp` has taken so far, as its accountant has counted them.
+
+    A noise multiplier that has changed is stated with its steps, as a release besides.
 
     Parameters
     ----------
@@ -220,12 +238,14 @@ def statement(
     delta
         delta_p, below 1 / N.
     simulation
-        whether someone may know the seed; None says so wherever a generator was given.
+        whether someone may know the seed of the noise or of the batches; None says so wherever `mechanism` was given
+        a generator. It cannot see that of `poisson_batches`.
 
     Raises
     ------
     ValueError
-        delta is out of range, or nothing was released yet.
+        delta is out of range, nothing was released yet, the accountant counts other steps than this mechanism's, or the
+        clipping norm has changed.
 
     Examples
     --------
@@ -245,11 +265,19 @@ def statement(
     >>> said.steps, round(said.epsilon, 2)
     (50, 0.22)
     """
-    if not dp.accountant.history:
+    if dp.taken == 0:
         raise ValueError("nothing was released yet; call private_gradient first")
-    (sigma, q, steps), *others = dp.accountant.history
+    steps: dict[tuple[float, float], int] = {}
+    for sigma, q, t in dp.accountant.history:
+        steps[sigma, q] = steps.get((sigma, q), 0) + int(t)
+    if sum(steps.values()) != dp.taken or len(dp.norms) > 1:
+        raise ValueError(
+            f"the accountant counts {sum(steps.values())} steps and this mechanism {dp.taken}, with the clipping norms "
+            f"{sorted(dp.norms)}: give it an accountant of its own and one norm, or use accounting.statement"
+        )
+    first, *others = [(sigma, q, t) for (sigma, q), t in steps.items()]
     return accounting.statement(
-        sigma, int(steps), delta, max_grad_norm=float(dp.max_grad_norm), batch_size=q * dp.n, n=dp.n,
+        first[0], first[2], delta, max_grad_norm=dp.norms.copy().pop(), batch_size=dp.batch_size, n=dp.n,
         accountant=dp.accountant.mechanism(), simulation=dp.seeded if simulation is None else simulation,
         besides=others,
     )  # fmt: skip
@@ -356,6 +384,8 @@ def private_gradient(
             "the optimizer must hold exactly the model's trainable parameters, so that clipping sees all of a "
             "gradient; freeze the others with requires_grad_(False) before building the optimizer"
         )
+    if any(not hasattr(p, "summed_grad") for p in dp.params):
+        raise ValueError("parameters were unfrozen after mechanism(); call it again, on a new optimizer")
     thetas = None if samples is None else draws(dp.original_optimizer, list(parameters.values()), samples)
     check_same_weights(dp, parameters.values() if thetas is None else [p for theta in thetas for p in theta])
     clipped = clipped_sum(model, loss, x, y, dp.max_grad_norm, chunk_size, thetas)
@@ -363,6 +393,8 @@ def private_gradient(
         for p, total in zip(parameters.values(), clipped.sums, strict=True):
             p.grad = total
         dp.pre_step()
+        dp.taken += 1
+        dp.norms.add(float(dp.max_grad_norm))
         if ranks()[1] > 1:
             dp.reduce_gradients()
     except BaseException:
@@ -372,7 +404,7 @@ def private_gradient(
     finally:
         for p in parameters.values():
             p.summed_grad = None  # type: ignore[attr-defined]  # the un-noised sum must not outlive the mechanism
-    dp.raw = False
+    dp.original_optimizer.raw = False
     check_finite(parameters)
     set_noise_std(dp)
     return Diagnostics(clipped.loss, clipped.clipped, clipped.size)

@@ -6,6 +6,7 @@ network's buffers do go in, as they are: a mean of the training data that somebo
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -122,7 +123,8 @@ def save(
     Raises
     ------
     ValueError
-        a value is not finite, or the statement tells of a temperature and none is given.
+        a value is not finite, the optimizer's weights are not the model's, or the statement tells of a temperature and
+        none is given.
     RuntimeError
         the parameters are a draw.
     OSError
@@ -130,7 +132,7 @@ def save(
     """
     drawing = getattr(optimizer, "drawing", False)
     optimizer = getattr(optimizer, "original_optimizer", optimizer)  # what Opacus wraps knows the variance
-    if drawing or getattr(optimizer, "drawing", False):
+    if drawing or any(getattr(o, "drawing", False) for o in (optimizer, getattr(optimizer, "optimizer", None))):
         raise RuntimeError("the parameters are a draw, not the mean; save after `sampled_params()`")
     privacy = privacy.record() if hasattr(privacy, "record") else privacy
     if temperature is None and privacy is not None and privacy.get("set_aside"):
@@ -138,14 +140,16 @@ def save(
     if hasattr(optimizer, "kept_at"):
         optimizer = snapshots.kept(model, optimizer)
     names = {id(p): name for name, p in model.named_parameters()}
+    kept = isinstance(optimizer, (snapshots.Kept, snapshots.Stored))
     variances = optimizer.variance() if hasattr(optimizer, "variance") else {}
+    moved = list(optimizer.parameters if kept else variances)
+    if any(id(p) not in names for p in moved) or (not moved and (kept or hasattr(optimizer, "variance"))):
+        raise ValueError("the optimizer's weights are not this model's, or are frozen; save the model that was trained")
     tensors = {f"mean.{name}": value for name, value in model.state_dict().items()}
     tensors |= {f"variance.{names[id(p)]}": value for p, value in variances.items()}
-    kept = isinstance(optimizer, (snapshots.Kept, snapshots.Stored))
     for k in range(len(optimizer) if kept else 0):
         with optimizer.sampled_params():
-            moved = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
-        tensors |= {f"iterate.{k:06}.{name}": value for name, value in moved.items()}
+            tensors |= {f"iterate.{k:06}.{names[id(p)]}": p.detach().clone() for p in moved}
     bad = [name for name, value in tensors.items() if not value.isfinite().all()]
     if bad:
         raise ValueError(f"{bad[0]!r} is not finite: training diverged; lower the learning rate")
@@ -212,11 +216,12 @@ def load(path: str | Path, model: nn.Module | None = None) -> Posterior:
         model = models.build(architecture, shape, classes)
     parts: dict[str, dict[str, Tensor]] = {"mean": {}, "variance": {}}
     for name, value in sorted(tensors.items()):
-        kind, _, rest = name.partition(".")
-        if kind == "iterate":
-            kind, _, rest = rest.partition(".")
-        parts.setdefault(kind, {})[rest] = value
+        kind, rest = re.fullmatch(r"(mean|variance|iterate\.\d{6})\.(.*)|.*", name).groups()  # type: ignore[union-attr]
+        parts.setdefault(kind or "", {})[rest or name] = value
     mean, variance = parts.pop("mean"), parts.pop("variance")
+    whole = "" not in parts and len({frozenset(iterate) for iterate in parts.values()}) <= 1
+    if not whole or bool(parts) != (form == ITERATES) or (parts and variance):
+        raise ValueError(f"{path} lacks a part, or holds one that is no posterior's; export it anew")
     bad = [name for name, value in tensors.items() if not value.isfinite().all()]
     if bad:
         raise ValueError(f"{path} holds values of {bad[0]!r} that are not finite; export it anew")

@@ -176,6 +176,11 @@ class Kept:
     def __init__(self, optimizer: Any) -> None:
         self.optimizer, self.next = optimizer, 0
 
+    @property
+    def parameters(self) -> list[Any]:
+        """Which the iterates are put into."""
+        return [p for p, state in self.optimizer.state.items() if "snapshots" in state]
+
     def __len__(self) -> int:
         """K."""
         return max((len(state.get("snapshots", ())) for state in self.optimizer.state.values()), default=0)
@@ -189,7 +194,7 @@ class Kept:
         RuntimeError
             none was kept: the run is not half done.
         """
-        parameters = [p for p, state in self.optimizer.state.items() if "snapshots" in state]
+        parameters = self.parameters
         if not parameters:
             raise RuntimeError("no iterate was kept: they are kept in the second half of its `steps`")
         kept = [self.optimizer.state[p]["snapshots"] for p in parameters]

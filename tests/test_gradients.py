@@ -352,8 +352,13 @@ def test_class_weights_that_would_cancel_are_refused_and_the_remedy_weights():
     weighted, _ = gradients.per_example_gradients(net, remedy, x, y)
     for a, b in zip(plain, weighted, strict=True):
         torch.testing.assert_close(b, a * weight[y].view(-1, *[1] * (a.dim() - 1)))
-    for fine in (nn.CrossEntropyLoss(), nn.CrossEntropyLoss(weight=weight, reduction="sum"), nn.BCEWithLogitsLoss()):
-        gradients.check_loss(fine)
+    soft, sequence = torch.rand(4, 2), torch.zeros(4, 5, dtype=torch.long)
+    gradients.check_loss(nn.CrossEntropyLoss(), y)
+    gradients.check_loss(nn.CrossEntropyLoss(weight=weight, reduction="sum"), y)
+    gradients.check_loss(nn.MultiMarginLoss(weight=weight), y)
+    gradients.check_loss(partial(F.binary_cross_entropy_with_logits, weight=weight), y)
+    for labels in (soft, sequence):  # of which one example has several, so that weights do not cancel
+        gradients.check_loss(nn.CrossEntropyLoss(weight=weight), labels)
 
 
 def test_arrays_are_refused_by_name():

@@ -569,10 +569,11 @@ def test_the_statement_is_of_the_steps_that_were_taken_and_of_nothing_that_was_t
             2.0, 50 * times, 1e-5, max_grad_norm=0.5, batch_size=10, n=1000, simulation=False
         )
         assert said == expected
-    dp.noise_multiplier = 4.0
-    mechanism.private_gradient(net, F.mse_loss, x[:3], y[:3], dp)
+    for sigma in (4.0, 2.0, 4.0):
+        dp.noise_multiplier = sigma
+        mechanism.private_gradient(net, F.mse_loss, x[:3], y[:3], dp)
     more = mechanism.statement(dp, 1e-5)
-    assert more.besides == ((4.0, 0.01, 1),)
+    assert (more.steps, more.besides) == (101, ((4.0, 0.01, 2),))
     assert more.epsilon > said.epsilon
     with pytest.raises(ValueError, match="delta must be below"):
         mechanism.statement(dp, 0.1)
@@ -607,8 +608,6 @@ def test_a_raw_gradient_does_not_reach_the_optimizer():
     with pytest.raises(RuntimeError, match=r"neither clipped nor noised"):
         sgd.step()
     assert all(torch.equal(p, b) for p, b in zip(net.parameters(), before, strict=True))
-    with pytest.raises(RuntimeError, match="step the optimizer itself"):
-        dp.step()
     mechanism.private_gradient(net, F.mse_loss, x, y, dp)
     torch.autograd.grad(F.mse_loss(net(x), y), list(net.parameters()))  # a look puts nothing into p.grad
     sgd.step()
@@ -619,3 +618,82 @@ def test_a_raw_gradient_does_not_reach_the_optimizer():
     gc.collect()
     F.mse_loss(net(x), y).backward()
     sgd.step()
+
+
+def small(accountant=None, optimizer=None, **settings):
+    net = nn.Linear(3, 1)
+    sgd = optimizer(net.parameters()) if optimizer else torch.optim.SGD(net.parameters(), lr=0.1)
+    common = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "batch_size": 14, "n": 100, **settings}
+    return net, sgd, mechanism.mechanism(sgd, accountant=accountant, **common)
+
+
+def step_of(net, dp):
+    mechanism.private_gradient(net, F.mse_loss, torch.ones(4, 3), torch.ones(4, 1), dp)
+
+
+def test_a_statement_of_a_shared_accountant_or_of_two_norms_is_refused():
+    shared = accounting.new_accountant("rdp")
+    (net, _, dp), (other, _, another) = small(shared), small(shared, n=400, batch_size=100)
+    step_of(net, dp)
+    assert mechanism.statement(dp, 1e-4).batch_size == 14  # and not 14.000000000000002
+    with pytest.raises(ValueError, match="nothing was released yet"):
+        mechanism.statement(another, 1e-4)
+    step_of(other, another)
+    with pytest.raises(ValueError, match=r"counts 2 steps and this mechanism 1, .*an accountant of its own"):
+        mechanism.statement(dp, 1e-4)
+    net, _, dp = small()
+    step_of(net, dp)
+    dp.max_grad_norm = 2.0
+    step_of(net, dp)
+    with pytest.raises(ValueError, match=r"clipping norms \[1\.0, 2\.0\]"):
+        mechanism.statement(dp, 1e-4)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, lambda p: torch.optim.SGD(p, lr=0.1)])
+def test_a_closure_does_not_carry_a_raw_gradient_past_the_guard(kind):
+    net, optimizer, dp = small(optimizer=kind)
+    before = [p.clone() for p in net.parameters()]
+
+    def raw():
+        optimizer.zero_grad()
+        loss = F.mse_loss(net(torch.ones(4, 3)), torch.ones(4, 1))
+        loss.backward()
+        return loss
+
+    with pytest.raises(RuntimeError, match="neither clipped nor noised"):
+        optimizer.step(raw)
+    assert all(torch.equal(p, b) for p, b in zip(net.parameters(), before, strict=True))
+
+    def private():
+        step_of(net, dp)
+        return torch.zeros(())
+
+    optimizer.step(private)
+    assert dp.taken >= 1
+
+
+def test_the_guard_follows_the_optimizer_and_not_an_older_mechanism():
+    net, sgd, old = small()
+    step_of(net, old)
+    sgd.step()
+    dp = mechanism.mechanism(sgd, noise_multiplier=1.0, max_grad_norm=1.0, batch_size=14, n=100)
+    net(torch.ones(1, 3)).sum().backward()  # a look at a gradient, before the private one
+    sgd.zero_grad()
+    sgd.step()  # without gradients nothing happens
+    step_of(net, dp)
+    sgd.step()
+    torch.optim.lr_scheduler.LambdaLR(dp, lambda t: 0.5)  # which wraps step()
+
+
+def test_layers_that_are_unfrozen_later_are_named():
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    net[0].requires_grad_(False)
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    dp = mechanism.mechanism(sgd, noise_multiplier=1.0, max_grad_norm=1.0, batch_size=14, n=100)
+    net[0].requires_grad_(True)
+    with pytest.raises(ValueError, match="unfrozen after mechanism"):
+        step_of(net, dp)
+    net[1].requires_grad_(False)
+    net(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match="unfrozen after mechanism"):
+        sgd.step()

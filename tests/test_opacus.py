@@ -586,20 +586,32 @@ def test_without_the_doors_help_the_authors_optimizer_would_not_be_private():
     assert torch.equal(*results)
 
 
-class Centered(nn.Module):
-    """A hand-written batch mean: the oldest way to mix examples."""
+class Mixed(nn.Module):
+    """Examples mixed by hand, by a function of the batch."""
 
-    def __init__(self):
+    def __init__(self, mix, before):
         super().__init__()
-        self.layer = nn.Linear(3, 2)
+        self.first, self.last, self.mix, self.before = nn.Linear(3, 3), nn.Linear(3, 2), mix, before
 
     def forward(self, x):
-        return self.layer(x - x.mean(0))
+        if self.before:
+            return self.last(self.first(self.mix(self, x)))
+        return self.last(self.mix(self, self.first(x)))
+
+
+MIXES = {
+    "centered": lambda net, h: h - h.mean(0),
+    "in training": lambda net, h: h - h.mean(0) if net.training else h,
+    "a little": lambda net, h: h + 1e-4 * h.sum(0),
+    "the next but one": lambda net, h: h.roll(2, 0),
+}
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost"])
-def test_a_batch_mean_by_hand_is_refused(mode):
-    net = Centered()
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("name", MIXES)
+def test_examples_mixed_by_hand_are_refused(mode, before, name):
+    net = Mixed(MIXES[name], before)
     before = {name: p.clone() for name, p in net.named_parameters()}
     dataset = TensorDataset(torch.randn(20, 3), torch.zeros(20, dtype=torch.long))
     with pytest.raises(ValueError, match="depends on the others in its batch"):
@@ -610,3 +622,33 @@ def test_a_batch_mean_by_hand_is_refused(mode):
     assert net.training
     assert all(torch.equal(p, before[name]) for name, p in net.named_parameters())
     net(torch.randn(4, 3)).sum().backward()  # no hook is left on it
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_random_numbers_of_the_network_s_own_are_no_mixing(mode):
+    net = Mixed(lambda net, h: F.dropout(h, 0.5), before=False)
+    dataset = TensorDataset(torch.randn(20, 3), torch.zeros(20, dtype=torch.long))
+    parts = make_private(
+        net, torch.optim.SGD(net.parameters(), lr=0.1), dataset, loss=nn.CrossEntropyLoss(), noise_multiplier=1.0,
+        max_grad_norm=1.0, batch_size=5, mode=mode,
+    )  # fmt: skip
+    assert parts.optimizer.expected_batch_size == 5
+
+
+def test_tokens_that_are_mixed_are_refused_too():
+    class Bag(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.last = nn.Embedding(5, 3), nn.Linear(3, 2)
+
+        def forward(self, x):
+            h = self.words(x)[:, 0]
+            return self.last(h - h.mean(0))
+
+    net = Bag()
+    dataset = TensorDataset(torch.zeros(20, 4, dtype=torch.long), torch.zeros(20, dtype=torch.long))
+    with pytest.raises(ValueError, match="depends on the others in its batch"):
+        make_private(
+            net, torch.optim.SGD(net.parameters(), lr=0.1), dataset, loss=nn.CrossEntropyLoss(), noise_multiplier=1.0,
+            max_grad_norm=1.0, batch_size=5,
+        )  # fmt: skip

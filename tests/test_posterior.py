@@ -1,5 +1,6 @@
 """An exported posterior: whole, safe, without secrets, and usable where there are no training data."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -241,5 +242,47 @@ def test_an_iterate_of_another_network_is_refused(tmp_path):
     assert posterior.GAUSSIAN not in metadata  # who knows that form alone must not take the mean for all
     tensors = {**safetensors.torch.load(whole), "iterate.000001.none": torch.ones(1)}
     (tmp_path / "p").write_bytes(safetensors.torch.save(tensors, metadata))
-    with pytest.raises(ValueError, match="values of no weight"):
+    with pytest.raises(ValueError, match="lacks a part"):
+        posterior.load(tmp_path / "p")
+
+
+def test_a_frozen_or_a_copied_network_does_not_lose_what_predicts(tmp_path):
+    config = train.resolve(train.Config(method="dp-sgd-snapshots", epochs=8, samples=4, seed=0))
+    run = train.Run(config, data.digits())
+    train.train(run, None, lambda line: None)
+    run.model.requires_grad_(False)
+    posterior.save(tmp_path / "p", run.model, run.optimizer, **ABOUT)
+    got, x = posterior.load(tmp_path / "p"), data.digits().x_test
+    assert len(got.iterates) == 4
+    torch.testing.assert_close(got.log_probs(x), predict.log_probs(run.model, x, run.posterior(), 4))
+    for trained in (run.optimizer, run.posterior(), learner()[1]):
+        with pytest.raises(ValueError, match="not this model's"):
+            posterior.save(tmp_path / "q", copy.deepcopy(run.model), trained, **ABOUT)
+    assert not (tmp_path / "q").exists()
+
+
+def learner():
+    model = models.mlp(SHAPE, CLASSES)
+    return model, IVON(model.parameters(), lr=0.1, ess=1000.0)
+
+
+@pytest.mark.parametrize("damage", ["one weight less", "none", "with variances", "an unknown part", "a strange place"])
+def test_a_file_with_iterates_is_whole_or_refused(tmp_path, damage):
+    config = train.resolve(train.Config(method="dp-sgd-snapshots", epochs=4, samples=3, seed=0))
+    run = train.Run(config, data.digits())
+    train.train(run, None, lambda line: None)
+    posterior.save(tmp_path / "p", run.model, run.optimizer, **ABOUT)
+    tensors = safetensors.torch.load((tmp_path / "p").read_bytes())
+    with safetensors.safe_open(tmp_path / "p", framework="pt") as file:
+        metadata = file.metadata()
+    if damage == "one weight less":
+        del tensors["iterate.000001.1.bias"]
+    elif damage == "none":
+        tensors = {name: value for name, value in tensors.items() if name.startswith("mean.")}
+    elif damage == "with variances":
+        tensors["variance.1.bias"] = torch.ones_like(tensors["mean.1.bias"])
+    else:
+        tensors[{"an unknown part": "foo.1.bias", "a strange place": "iterate.mean.1.bias"}[damage]] = torch.ones(1)
+    (tmp_path / "p").write_bytes(safetensors.torch.save(tensors, metadata))
+    with pytest.raises(ValueError, match="lacks a part, or holds one that is no posterior's"):
         posterior.load(tmp_path / "p")
