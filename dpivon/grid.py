@@ -120,10 +120,10 @@ def expected(hint: Any) -> list[Any]:
     return [kind for part in parts for kind in expected(part)] or [hint]
 
 
-def key(config: Config | Mapping[str, Any], recipe: int = RECIPE) -> str:
+def key(config: Config | Mapping[str, Any], recipe: int | None = None) -> str:
     """The ledger's key of a configuration in which 30 and 30.0 are the same number, as they are to a run."""
     fields = dict(config) if isinstance(config, Mapping) else asdict(config)
     return ledger.key(
         {name: float(v) if type(v) is int and float in expected(HINTS.get(name)) else v for name, v in fields.items()},
-        recipe,
+        RECIPE if recipe is None else recipe,
     )

@@ -251,7 +251,7 @@ def plan(configs: Iterable[train.Config], path: Path, workers: int, retry_failed
     --------
     >>> from pathlib import Path
     >>> from dpivon import sweep, train
-    >>> runs = [train.Config(method="dp-sgd", seed=seed) for seed in range(3)]
+    >>> runs = [train.Config(seed=seed) for seed in range(3)]
     >>> runs = [train.resolve(config) for config in runs]
     >>> lines = sweep.plan(runs, Path("runs.jsonl"), workers=2)
     >>> print(lines[-1])

@@ -17,6 +17,8 @@ WITHOUT = {
     "state": "the inside of a run; train.run shows it from outside",
     "loop": "the inside of a run; train.run shows it from outside",
     "processes": "needs several processes, which tests/test_distributed.py starts",
+    "checks": "one comparison and its error each, which tests/test_ivon.py and others raise",
+    "weights": "the inside of every sampled_params, whose examples show it",
     "bench": "measures seconds, which differ from machine to machine",
     "__main__": "commands of a shell, which tests/test_cli.py runs",
 }

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dpivon import compare, data, ledger, sweep, train
+from dpivon import compare, data, ledger, mechanism, sweep, train
+from dpivon import grid as grids
 from dpivon.grid import read
 
 GRID = """
@@ -113,7 +114,9 @@ def test_a_sweep_goes_on_where_it_was_stopped_and_a_changed_grid_adds_what_is_ne
 
 def test_a_raised_recipe_invalidates(grid, serial, monkeypatch):
     go(grid)
-    monkeypatch.setattr(train, "RECIPE", train.RECIPE + 1)
+    raised = train.RECIPE + 1
+    for module in (train, grids):
+        monkeypatch.setattr(module, "RECIPE", raised)
     go(grid)
     assert len(serial) == 8
     go(grid)
@@ -151,8 +154,8 @@ def test_a_failed_record_holds_no_message_that_may_tell_of_the_batch(grid, seria
         torch.empty(len(index) * 10**13)
         yield index
 
-    real = train.mechanism.poisson_batches
-    monkeypatch.setattr(train.mechanism, "poisson_batches", unlucky)
+    real = mechanism.poisson_batches
+    monkeypatch.setattr(mechanism, "poisson_batches", unlucky)
     record = sweep.job(read(grid.grid)[0], None)
     assert record["status"] == "failed"
     assert record["error"].startswith("RuntimeError in loop.py, line ")
