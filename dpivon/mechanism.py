@@ -244,8 +244,8 @@ def statement(
     Raises
     ------
     ValueError
-        delta is out of range, nothing was released yet, the accountant counts other steps than this mechanism's, or the
-        clipping norm has changed.
+        `dp` is of another make, delta is out of range, nothing was released yet, the accountant counts other steps than
+        this mechanism's, or the clipping norm has changed.
 
     Examples
     --------
@@ -266,6 +266,8 @@ def statement(
     >>> said.steps, round(said.epsilon, 1)
     (50, 0.2)
     """
+    if not hasattr(dp, "taken"):
+        raise ValueError("dp must come from mechanism(); after make_private use accounting.statement")
     if dp.taken == 0:
         raise ValueError("nothing was released yet; call private_gradient first")
     steps: dict[tuple[float, float], int] = {}

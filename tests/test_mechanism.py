@@ -635,6 +635,10 @@ def test_a_statement_of_a_shared_accountant_or_of_two_norms_is_refused():
     shared = accounting.new_accountant("rdp")
     (net, _, dp), (other, _, another) = small(shared), small(shared, n=400, batch_size=100)
     step_of(net, dp)
+    with pytest.raises(ValueError, match=r"dp must come from mechanism\(\).*accounting\.statement"):
+        mechanism.statement(DPOptimizer(
+            torch.optim.SGD(net.parameters(), lr=0.1), noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=1
+        ), 1e-4)  # fmt: skip
     assert mechanism.statement(dp, 1e-4).batch_size == 14  # and not 14.000000000000002
     with pytest.raises(ValueError, match="nothing was released yet"):
         mechanism.statement(another, 1e-4)
