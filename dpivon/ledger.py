@@ -241,15 +241,15 @@ def code_state() -> dict[str, Any]:
     return {"commit": git("rev-parse", "HEAD"), "dirty": None if changes is None else bool(changes)}
 
 
-def environment() -> dict[str, Any]:
-    """Versions, hardware and time, in the ledger's fields."""
+def environment(device: str | torch.device = "cpu") -> dict[str, Any]:
+    """Versions, hardware and time, in the ledger's fields; a GPU is named where `device` is one, not where one idles."""
     cpu = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         cpu = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         pass
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    gpu = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else None
     packages = ("dpivon", "torch", "opacus", "numpy", "torchmetrics")
     return {
         "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},

@@ -297,7 +297,7 @@ def job(config: train.Config, root: Path | None, device: str = "cpu", shifted: b
         raise
     except Exception as error:
         print(f"[diagnostic, not covered by epsilon: {type(error).__name__}: {error}]", file=sys.stderr)
-        return failure(config, publishable(error), time.perf_counter() - begin)
+        return failure(config, publishable(error), time.perf_counter() - begin, device)
 
 
 def publishable(error: BaseException) -> str:
@@ -312,9 +312,9 @@ def publishable(error: BaseException) -> str:
     return f"{type(error).__name__}{place}; its message, which may tell of examples, is not recorded"
 
 
-def failure(config: train.Config, error: str, seconds: float) -> dict[str, Any]:
+def failure(config: train.Config, error: str, seconds: float, device: str = "cpu") -> dict[str, Any]:
     """The ledger's record of a run that failed: without results, with its error."""
-    return {**train.entry(config, "failed", seconds), "error": error}
+    return {**train.entry(config, "failed", seconds, device), "error": error}
 
 
 # ---- many runs

@@ -152,16 +152,16 @@ def run(
             classes=images.classes, privacy=privacy, temperature=now.temperature,
         )  # fmt: skip
     results |= {"trace": now.trace, "steps": now.step, "resumed_at": steps_before}
-    record = entry(config, "finished" if finished else "interrupted", seconds)
+    record = entry(config, "finished" if finished else "interrupted", seconds, images.x_train.device)
     record |= {"privacy": privacy, "results": results, "cost": cost}
     if ledger_path is not None and processes.first():
         ledger.append(ledger_path, record)
     return record
 
 
-def entry(config: Config, status: str, seconds: float) -> dict[str, Any]:
+def entry(config: Config, status: str, seconds: float, device: str | torch.device = "cpu") -> dict[str, Any]:
     """The ledger's record of a run, still without privacy and results."""
-    surroundings = ledger.environment()
+    surroundings = ledger.environment(device)
     surroundings["hardware"]["processes"] = processes.ranks()[1]
     return {
         "schema": ledger.SCHEMA,

@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
 
 from dpivon import ledger, train
 
@@ -29,6 +30,12 @@ def record(seed=0):
         "seconds": 1.5,
         **ledger.environment(),
     }
+
+
+def test_a_gpu_is_named_where_the_run_was_on_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: f"chip of {device}")
+    assert [ledger.environment(d)["hardware"]["gpu"] for d in ("cpu", "cuda:1")] == [None, "chip of cuda:1"]
 
 
 def test_what_is_written_is_read_back(tmp_path):

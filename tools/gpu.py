@@ -157,7 +157,7 @@ def main() -> int:
         parser.error("there is no GPU here; --device cpu --tiny checks the script itself")
     options.out.mkdir(parents=True, exist_ok=True)
     sizes = [("lenet", 16, 8)] if options.tiny else [("lenet", 1024, 256), ("tanh_cnn", 1024, 128)]
-    written = {"rows": [], "code": ledger.code_state(), **ledger.environment()}
+    written = {"rows": [], "code": ledger.code_state(), **ledger.environment(device)}
     for name, batch_size, chunk in sizes:
         many, repeats = (2, 1) if options.tiny else (8, 20)
         for row in measure(name, device, batch_size, chunk, many, not options.tiny, repeats):
