@@ -59,7 +59,7 @@ class Difference(NamedTuple):
 def paired(
     first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str, Any]], name: str, level: float = 0.95
 ) -> Difference:
-    """The metric of the first records minus that of the second with the same seed, by Student's paired test.
+    """The metric of the first records minus that of the second at the same seed, by Student's paired test.
 
     Runs with the same seed share their initial weights, batches and privacy noise, so what they share cancels in
     the difference. How much that is differs from pair to pair; where noise dominates it can be nothing.
@@ -76,7 +76,7 @@ def paired(
     Raises
     ------
     ValueError
-        a seed occurs twice, or fewer than two are in both.
+        a seed occurs twice, or only in one, as where the other diverged; or there are fewer than two.
 
     Examples
     --------
@@ -103,9 +103,11 @@ def paired(
         if len(set(seeds)) < len(seeds):
             raise ValueError(f"each seed must occur once, got {seeds}; give the records of one configuration")
         found.append(dict(zip(seeds, values(records, name), strict=True)))
-    both = sorted(found[0].keys() & found[1].keys(), key=str)
+    if single := sorted(found[0].keys() ^ found[1].keys(), key=str):
+        raise ValueError(f"seeds {single} are in one of the two only; run them, or say why they are left out of both")
+    both = sorted(found[0], key=str)
     if len(both) < 2:
-        raise ValueError(f"need two seeds that both have, got {both}; run more seeds")
+        raise ValueError(f"need two seeds, got {both}; run more seeds")
     differences = [found[0][seed] - found[1][seed] for seed in both]
     mean, width = statistics.fmean(differences), half_width(differences, level)
     p = 1.0 if not any(differences) else float(ttest_1samp(differences, 0).pvalue)
