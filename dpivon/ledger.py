@@ -242,7 +242,7 @@ def code_state() -> dict[str, Any]:
 
 
 def environment(device: str | torch.device = "cpu") -> dict[str, Any]:
-    """Versions, hardware and time, in the ledger's fields; a GPU is named where `device` is one, not where one idles."""
+    """Versions, hardware and time, in the ledger's fields; a GPU is named if `device` is one, not if one idles."""
     cpu = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -74,6 +74,7 @@ LOOKS = {
     "dp-ivon-gradsq": ("green", "D"),
     "dp-ivon-constant": ("pink", "^"),
 }
+STYLES: tuple[Any, ...] = ("--", ":", "-.", (0, (6, 2)), (0, (2, 2, 6, 2)))
 
 
 def looks(names: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -97,7 +98,7 @@ def looks(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     for name in names:
         k = others.index(name) if name in others else 0
         color, marker = LOOKS.get(name, free[k % len(free)])
-        style = "-" if name in LOOKS else ("--", ":", "-.")[k // len(free) % 3]
+        style = "-" if name in LOOKS else STYLES[k // len(free) % len(STYLES)]
         found[name] = {"color": COLORS[color], "marker": marker, "linestyle": style}
     return found
 

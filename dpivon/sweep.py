@@ -215,11 +215,16 @@ def expect(config: train.Config, known: Iterable[Mapping[str, Any]]) -> float | 
         alike = [r for r in finished if all(r["config"].get(name) == getattr(config, name) for name in same)]
         if alike:
             assert config.epochs is not None
-            seconds = [
-                (r["seconds"] + r.get("cost", {}).get("predict_seconds", 0), r["config"]["epochs"]) for r in alike
-            ]
-            return statistics.median(time * config.epochs / epochs for time, epochs in seconds)
+            return statistics.median(took(r) * config.epochs / r["config"]["epochs"] for r in alike)
     return None
+
+
+def took(record: Mapping[str, Any]) -> float:
+    """The seconds of all of a finished run; a resumed one recorded those of its last session, for some of the steps."""
+    results = record["results"]
+    part = 1 - results.get("resumed_at", 0) / max(results.get("steps", 1), 1)
+    seconds: float = record["seconds"] / max(part, 0.01) + record.get("cost", {}).get("predict_seconds", 0)
+    return seconds
 
 
 def total(configs: Iterable[train.Config], known: Mapping[str, Mapping[str, Any]], width: int) -> float | None:
@@ -332,8 +337,13 @@ def claims(path: str | Path) -> Iterator[Callable[[str], bool]]:
         def claim(name: str) -> bool:
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, int(name, 16) >> 2)
-            except OSError:
+            except (BlockingIOError, PermissionError):  # the two ways in which systems say that another has it
                 return False
+            except OSError as error:
+                raise OSError(
+                    f"{path} cannot be locked ({error}), so two sweeps would make the same runs; put the ledger "
+                    "on a file system with locks, or let one sweep work on a cluster, with --scheduler"
+                ) from None
             return True
 
         yield claim

@@ -53,3 +53,5 @@ def test_all_methods_at_once_look_different_and_keep_their_looks() -> None:
     found = plots.looks(private)
     assert len({tuple(look.values()) for look in found.values()}) == len(private) >= 20
     assert plots.looks(["other", "dp-sgd"])["dp-sgd"] == found["dp-sgd"]
+    more = plots.looks([*private, *(f"of one's own {k}" for k in range(10))])
+    assert len({tuple(look.values()) for look in more.values()}) == len(more)

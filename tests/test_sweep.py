@@ -1,6 +1,7 @@
 """Sweeps: each run once, whatever stops, dies or is added."""
 
 import ast
+import errno
 import logging
 import multiprocessing
 import os
@@ -245,6 +246,25 @@ def claim_and_wait(path, name, ready):
         assert claim(name)
         ready.set()
         time.sleep(60)
+
+
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
+    def refused(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.lockf", refused)
+    with (
+        sweep.claims(tmp_path / "runs.jsonl.claims") as claim,
+        pytest.raises(OSError, match=r"cannot be locked .*No locks available.*--scheduler"),
+    ):
+        claim("0123456789abcdef")
+
+
+def test_a_resumed_run_counts_whole(grid):
+    config = read(grid.grid)[0]
+    record = {**sweep.failure(config, "", 60.0), "status": "finished", "cost": {"predict_seconds": 2.0}}
+    assert sweep.took({**record, "results": {"steps": 100}}) == 62.0
+    assert sweep.took({**record, "results": {"steps": 100, "resumed_at": 40}}) == pytest.approx(102.0)
 
 
 def test_a_claim_lasts_as_long_as_its_sweep(tmp_path, grid, serial):

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 
-from dpivon import gradients, grid, ledger, models, sweep, train
+from dpivon import gradients, grid, ledger, models, sweep
 
 C = 1.0
 SHAPE, CLASSES = (3, 32, 32), 10
@@ -167,7 +167,8 @@ def main() -> int:
     path = options.out / "runs.jsonl"
     for config in grid.read(options.grid) if options.grid else ():
         if not sweep.is_done(path, sweep.key(config), retry_failed=True):
-            record = train.run(config, root=options.root, device=options.device, ledger_path=path)
+            record = sweep.job(config, options.root, options.device)
+            ledger.append(path, record)
             print(f"{config.method}: {sweep.outcome(record)}", flush=True)
     return int(any("failed" in row for row in written["rows"]))
 
