@@ -70,7 +70,7 @@ def test_a_variant_that_fails_is_a_line_and_the_others_go_on(tmp_path, monkeypat
     assert ["failed" in row for row in most] == ["bf16" in row["variant"] for row in most] == [False] * 3 + [True]
     assert most[-1]["failed"] == "RuntimeError: no bfloat16 here"
     assert "images_per_second" not in most[-1]
-    assert last["variant"] == "2 models stacked"
+    assert last["variant"] == "2 models stacked, 8 images each"
     assert last["error"] < 1e-5
 
 

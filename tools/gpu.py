@@ -127,7 +127,7 @@ def measure(
     states = {name: p.detach() for name, p in stack_module_state(copies)[0].items()}  # type: ignore[arg-type]
     part = [t[:chunk].expand(many, *t[:chunk].shape) for t in (x, y, ones)]
     wanted = gradients.clipped_sum(model, F.cross_entropy, x[:chunk], y[:chunk], C).sums
-    line = {**line, "variant": f"{many} models stacked"}
+    line = {**line, "variant": f"{many} models stacked, {chunk} images each"}
     yield measured(
         line, lambda: [t[-1] for t in stacked(model, states, *part)], many * len(part[0][0]), wanted, device, repeats
     )
