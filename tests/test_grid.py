@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dpivon import grid, train
+from dpivon import grid, ledger, seeds, train
 from dpivon.methods import METHODS
 
 RESULTS = Path(__file__).parents[1] / "book" / "results"
@@ -123,3 +123,22 @@ def test_the_grids_of_the_book_can_be_read():
     assert len(arms) == 4
     assert all(arm == arms[0] for arm in arms)  # the same noise, batches and seeds for each method
     assert all(c.holdout == 0 for c in star)
+
+
+def test_what_is_run_at_other_budgets_has_the_settings_of_its_best_trial():
+    """Of all trials on the images left out, at its budget, with the loss that counts for it."""
+    trials = [r for r in ledger.read(RESULTS / "strong_tuning.jsonl") if r["status"] == "finished"]
+    shared = {"dp-adam-average": "dp-adam-snapshots"}  # read out at the mean of the same walk
+    runs = grid.read(RESULTS / "grids" / "strong_budgets.toml")
+    assert {c.epsilon for c in runs} == {0.5, 3, 8}
+    for c in runs:
+        name = shared.get(c.method, c.method)
+        tried = [
+            r for r in trials
+            if (r["config"]["method"], r["config"]["epsilon"], r["config"]["calibration"]) == (name, c.epsilon, c.calibration)
+        ]  # fmt: skip
+        at_mean = {id(r): r["results"]["mean"]["nll"] for r in tried}
+        best = min(tried, key=lambda r: at_mean[id(r)] if name != c.method else seeds.values([r], "nll")[0])["config"]
+        settings = ("lr", "weight_decay", "hess_init", "ess")
+        assert [best[s] for s in settings] == [getattr(c, s) for s in settings], (c.method, c.epsilon)
+        assert (c.holdout, best["holdout"], c.seed > 0, best["seed"]) == (0, 5000, True, 0)
