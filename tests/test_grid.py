@@ -135,7 +135,7 @@ def test_what_is_run_at_other_budgets_has_the_settings_of_its_best_trial():
         name = shared.get(c.method, c.method)
         tried = [
             r for r in trials
-            if (r["config"]["method"], r["config"]["epsilon"], r["config"]["calibration"]) == (name, c.epsilon, c.calibration)
+            if [r["config"][s] for s in ("method", "epsilon", "calibration")] == [name, c.epsilon, c.calibration]
         ]  # fmt: skip
         at_mean = {id(r): r["results"]["mean"]["nll"] for r in tried}
         best = min(tried, key=lambda r: at_mean[id(r)] if name != c.method else seeds.values([r], "nll")[0])["config"]
