@@ -1,6 +1,9 @@
 """Rules of thumb: each does what its formula says, against simulation and against the code that it sets up."""
 
 import math
+import re
+from fractions import Fraction
+from pathlib import Path
 
 import pytest
 import torch
@@ -122,3 +125,23 @@ def test_the_rule_meets_trials_that_it_was_not_read_from(sigma):
     assert nll[near["config"]["lr"]] < min(nll.values()) + 0.03
     assert max(accuracy, key=lambda lr: accuracy[lr]) == near["config"]["lr"]
     assert max(nll.values()) > min(nll.values()) + 0.3  # the trials could have told a bad rule
+
+
+def test_the_rates_of_the_page_at_other_budgets_are_those_of_the_rule():
+    """LeNet with C = 5 on 45,000 images, as the trials were made; the best of them is read from the ledger."""
+    page = (Path(__file__).parents[1] / "book" / "hyperparameters.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \$\\varepsilon = (\S+)\$ \| (\S+) \|.*?strong_tuning (\w+)", page, re.MULTILINE)
+    assert [row[0] for row in rows] == ["1/2", "3", "8"]
+    trials = [
+        r for r in ledger.read(ledger.published("strong_tuning.jsonl"))
+        if r["config"]["method"] == "dp-sgd-snapshots" and r["config"]["weight_decay"] == 0.005
+    ]  # fmt: skip
+    for epsilon, written, key in rows:
+        budget, steps = float(Fraction(epsilon)), round(10 * 45_000 / 1024)
+        s = accounting.noise_for(budget, 1024 / 45_000, steps, 1e-5) * 5 / 1024
+        proposed = rules.learning_rate(s, steps, 0.005)
+        assert float(f"{proposed:.2g}") == float(written)
+        tried = [r for r in trials if r["config"]["epsilon"] == budget]
+        best = min(tried, key=lambda r: r["results"]["samples"]["nll"])
+        assert best["key"] == key
+        assert 0.4 < best["config"]["lr"] / proposed < 1.3
