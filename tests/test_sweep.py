@@ -309,7 +309,7 @@ def test_expected_seconds_come_from_runs_of_the_same_kind():
     config = train.resolve(train.Config(method="dp-sgd", epochs=10.0))
 
     def record(seconds, status="finished", **changes):
-        return {"status": status, "seconds": seconds, "config": asdict(replace(config, **changes))}
+        return {"status": status, "seconds": seconds, "results": {}, "config": asdict(replace(config, **changes))}
 
     known = [record(1), record(2), record(30), record(1000, "failed")]
     assert sweep.expect(config, known) == 2
