@@ -164,13 +164,15 @@ def main() -> int:
             written["rows"].append(row)
             (options.out / "speed.json").write_text(json.dumps(written, indent=1) + "\n")
             print(shown(row), flush=True)
+    failed = any("failed" in row for row in written["rows"])
     path = options.out / "runs.jsonl"
     for config in grid.read(options.grid) if options.grid else ():
         if not sweep.is_done(path, sweep.key(config), retry_failed=True):
             record = sweep.job(config, options.root, options.device)
             ledger.append(path, record)
+            failed |= record["status"] == "failed"
             print(f"{config.method}: {sweep.outcome(record)}", flush=True)
-    return int(any("failed" in row for row in written["rows"]))
+    return int(failed)
 
 
 if __name__ == "__main__":
