@@ -130,18 +130,21 @@ def test_the_rule_meets_trials_that_it_was_not_read_from(sigma):
 def test_the_rates_of_the_page_at_other_budgets_are_those_of_the_rule():
     """LeNet with C = 5 on 45,000 images, as the trials were made; the best of them is read from the ledger."""
     page = (Path(__file__).parents[1] / "book" / "hyperparameters.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| \$\\varepsilon = (\S+)\$ \| (\S+) \|.*?strong_tuning (\w+)", page, re.MULTILINE)
+    row = r"^\| \$\\varepsilon = (\S+)\$ \| (\S+) \| (\S+) to (\S+) \|.*?strong_tuning (\w+)"
+    rows = re.findall(row, page, re.MULTILINE)
     assert [row[0] for row in rows] == ["1/2", "3", "8"]
     trials = [
         r for r in ledger.read(ledger.published("strong_tuning.jsonl"))
         if r["config"]["method"] == "dp-sgd-snapshots" and r["config"]["weight_decay"] == 0.005
     ]  # fmt: skip
-    for epsilon, written, key in rows:
+    for epsilon, written, shortest, longest, key in rows:
         budget, steps = float(Fraction(epsilon)), round(10 * 45_000 / 1024)
         s = accounting.noise_for(budget, 1024 / 45_000, steps, 1e-5) * 5 / 1024
         proposed = rules.learning_rate(s, steps, 0.005)
         assert float(f"{proposed:.2g}") == float(written)
         tried = [r for r in trials if r["config"]["epsilon"] == budget]
+        lrs = [r["config"]["lr"] for r in tried]
+        assert (min(lrs), max(lrs)) == (float(shortest), float(longest))
         best = min(tried, key=lambda r: r["results"]["samples"]["nll"])
         assert best["key"] == key
         assert 0.4 < best["config"]["lr"] / proposed < 1.3
